@@ -1,0 +1,88 @@
+# Every target does its own set-up: `make demo` and `make test` need nothing but Python >= 3.10 and this directory.
+
+PYTHON ?= python3
+# The torch that the CPU tests run on. Set TORCH=torch to take the newest build that your platform offers.
+TORCH ?= torch==2.13.0
+# The oldest Triton the kernels claim to compile with; numpy is capped where its 3.6 interpreter stops working.
+OLDEST_TRITON := triton==3.6.0 'numpy<2.4'
+JOBS ?= 2
+OUT ?= demo-output
+
+SYSTEM := $(shell uname -s)
+# An interpreter that already drives a GPU keeps its own torch: `make gpu` runs on it, and the virtual environment inherits from it.
+HAS_CUDA := $(shell $(PYTHON) -c "import torch; print('yes' if torch.cuda.is_available() and \
+	tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11) else 'no')" 2>/dev/null)
+
+VENV := .venv
+VPY := $(VENV)/bin/python
+ifeq ($(HAS_CUDA),yes)
+VENV_FLAGS := --system-site-packages
+INSTALL_TORCH := true
+GPU_PYTHON := $(PYTHON)
+else
+VENV_FLAGS :=
+INSTALL_TORCH := $(VPY) -m pip install -q "$(TORCH)"
+GPU_PYTHON := $(VPY)
+endif
+
+.PHONY: help demo test lint gpu compile-all wheel tables clean
+
+help:
+	@echo "make demo         train a small model twice and draw memory against context length (under two minutes)"
+	@echo "make test         lint, types and every test that needs no GPU"
+	@echo "make lint         ruff and mypy alone"
+	@echo "make gpu          GPU tests, then the benchmark, results under benchmarks/results"
+	@echo "make compile-all  compile every kernel for every target without a GPU and rewrite the table"
+	@echo "make tables       rewrite the generated parts of README.md"
+	@echo "make wheel        build the wheel under dist/"
+
+# Stamps: a virtual environment is rebuilt when what it holds was declared anew. torch goes in first and alone, so that the
+# other packages resolve against it.
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(INSTALL_TORCH)
+	$(VPY) -m pip install -q -e ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(VPY) -m pip install -q -e ".[dev]"
+	@touch $@
+
+.venv36/.ready: Makefile
+ifeq ($(SYSTEM),Linux)
+	$(PYTHON) -m venv .venv36
+	.venv36/bin/python -m pip install -q $(OLDEST_TRITON)
+else
+	mkdir -p .venv36
+endif
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(VPY) -m tilewise demo --out $(OUT)
+
+lint: $(VENV)/.dev
+	$(VPY) -m ruff check .
+	$(VPY) -m ruff format --check .
+	$(VPY) -m mypy
+
+test: lint .venv36/.ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VPY) -m pytest -n $(JOBS) -m "not gpu"
+
+ifneq ($(HAS_CUDA),yes)
+gpu compile-all: $(VENV)/.dev .venv36/.ready
+endif
+
+gpu:
+	PYTHON="$(GPU_PYTHON)" PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" bash scripts/gpu.sh
+
+compile-all:
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) scripts/compile_all.py
+
+tables: $(VENV)/.dev
+	$(VPY) scripts/readme_tables.py
+
+wheel: $(VENV)/.dev
+	$(VPY) -m build --wheel
+
+clean:
+	rm -rf $(VENV) .venv36 build dist demo-output src/*.egg-info
