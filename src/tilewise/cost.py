@@ -140,6 +140,15 @@ def flops(problem: Problem, pass_: str = "fwd") -> int:
     return _by_pass(pass_, forward, backward)
 
 
+def attention_flops(pass_: str, **shape: int) -> int:
+    """`flops` of the problem with these fields: the formula that torch's FLOP counter uses.
+
+    >>> attention_flops("fwd", batch=1, heads=1, seqlen_q=2, seqlen_k=3, head_dim=4)
+    96
+    """
+    return flops(Problem(**shape), pass_)
+
+
 def exponentials(problem: Problem, pass_: str = "fwd") -> int:
     """Exponentials of the softmax, one a visible pair; backward recomputes P and needs as many again."""
     pairs = problem.batch * problem.heads * visible_pairs(problem)
