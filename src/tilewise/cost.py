@@ -57,6 +57,9 @@ class Device:
     exponentials: float = 0.0
     memory_bytes: int = 0
     source: str = "datasheet"
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
+    shared_memory: int = 0  # bytes that one block may use
+    hip: bool = False
 
     def matmul_rate(self, dtype: str, allow_tf32: bool = False) -> float:
         """Matrix-product ceiling for `dtype` ("bfloat16", ...); float32 uses the TF32 rate where products may use it."""
@@ -67,14 +70,25 @@ class Device:
 # 16 a cycle and multiprocessor (Shah et al. 2024, "FlashAttention-3", section 3.1, gives 3.9e12 a second for Hopper).
 _HOPPER = {"float16": 989e12, "bfloat16": 989e12, "tf32": 494e12, "float32": 67e12, "float64": 67e12}
 DEVICES = (
-    Device("NVIDIA H200", {**_HOPPER, "float16": 783e12, "bfloat16": 783e12}, 4.30e12, 3.9e12, 141 * 10**9, "measured"),
-    Device("NVIDIA H100", _HOPPER, 3.35e12, 3.9e12, 80 * 10**9),
+    Device(
+        "NVIDIA H200",
+        {**_HOPPER, "float16": 783e12, "bfloat16": 783e12},
+        4.30e12,
+        3.9e12,
+        141 * 10**9,
+        "measured",
+        capability=(9, 0),
+        shared_memory=232448,
+    ),
+    Device("NVIDIA H100", _HOPPER, 3.35e12, 3.9e12, 80 * 10**9, capability=(9, 0), shared_memory=232448),
     Device(
         "NVIDIA A100",
         {"float16": 312e12, "bfloat16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 19.5e12},
         2.04e12,
         2.4e12,
         80 * 10**9,
+        capability=(8, 0),
+        shared_memory=166912,
     ),
     Device(
         "NVIDIA GeForce RTX 4090",
@@ -82,12 +96,36 @@ DEVICES = (
         1.01e12,
         5.2e12,
         24 * 10**9,
+        capability=(8, 9),
+        shared_memory=101376,
     ),
     Device(
-        "NVIDIA L40S", {"float16": 362e12, "bfloat16": 362e12, "tf32": 183e12, "float32": 91.6e12}, 0.864e12, 5.7e12, 48 * 10**9
+        "NVIDIA L40S",
+        {"float16": 362e12, "bfloat16": 362e12, "tf32": 183e12, "float32": 91.6e12},
+        0.864e12,
+        5.7e12,
+        48 * 10**9,
+        capability=(8, 9),
+        shared_memory=101376,
     ),
-    Device("NVIDIA B200", {"float16": 2250e12, "bfloat16": 2250e12, "tf32": 1100e12, "float32": 75e12}, 8.0e12, 0.0, 180 * 10**9),
-    Device("AMD Instinct MI300X", {"float16": 1307e12, "bfloat16": 1307e12, "float32": 163e12}, 5.3e12, 0.0, 192 * 10**9),
+    Device(
+        "NVIDIA B200",
+        {"float16": 2250e12, "bfloat16": 2250e12, "tf32": 1100e12, "float32": 75e12},
+        8.0e12,
+        0.0,
+        180 * 10**9,
+        capability=(10, 0),
+        shared_memory=232448,
+    ),
+    Device(
+        "AMD Instinct MI300X",
+        {"float16": 1307e12, "bfloat16": 1307e12, "float32": 163e12},
+        5.3e12,
+        0.0,
+        192 * 10**9,
+        shared_memory=65536,
+        hip=True,
+    ),
 )
 
 

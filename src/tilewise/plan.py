@@ -6,10 +6,16 @@ call and says, for each faster one, why it does not.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import warnings
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from .errors import UnsupportedAttention
 
 
 @dataclass(slots=True)
@@ -90,3 +96,123 @@ class Gradients:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, float32 for all others: the dtype of the softmax state, the LSE and every reduction."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------- which backend serves
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The device that a call runs on, or is explained for."""
+
+    type: str  # torch device type: "cuda" (also AMD), "cpu", "xpu", "mps", "meta"
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability; (0, 0) elsewhere
+    name: str = ""
+    hip: bool = False
+    shared_memory: int = 0  # bytes that one block may use, 0 where unknown
+    index: int | None = None
+
+
+@functools.lru_cache(maxsize=64)
+def target_of(device: torch.device) -> Target:
+    """What `select` needs to know of a device; read once a device."""
+    if device.type != "cuda":
+        return Target(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    return Target(
+        type="cuda",
+        capability=(properties.major, properties.minor),
+        name=properties.name,
+        hip=torch.version.hip is not None,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 0),
+        index=device.index,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What else of a call decides which backend can serve it: the pass and its outputs."""
+
+    backward: bool = False
+    aux: frozenset[str] = frozenset()  # of max_logits, key_mass, entropy
+    out_dtype: torch.dtype | None = None
+    dlse: bool = False
+    needs: frozenset[str] = frozenset()  # inputs whose gradient is asked for
+
+
+_PLAIN = Request()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The backend that serves a call, and why each one before it does not."""
+
+    backend: str  # "hopper", "triton", "torch" or "tiled"
+    declined: tuple[tuple[str, str], ...] = ()
+
+    def kernels(self) -> ModuleType:
+        """The module whose `forward` and `backward` run the call; imported on first use."""
+        return importlib.import_module(_MODULES[self.backend])
+
+
+# In order of preference. "torch" is PyTorch's own fused CPU kernel; it is never named by a user.
+_MODULES = {
+    "hopper": "tilewise.kernels.hopper",
+    "triton": "tilewise.kernels.triton",
+    "torch": "tilewise.kernels.torch_cpu",
+    "tiled": "tilewise.kernels.tiled",
+}
+_BY_DEVICE = {"cuda": ("hopper", "triton", "tiled"), "xpu": ("triton", "tiled"), "cpu": ("torch", "tiled")}
+BACKENDS = ("auto", "reference", "tiled", "triton", "hopper")
+
+
+def why_not(backend: str, t: Operands, r: Rules, request: Request, target: Target) -> str | None:
+    """Why `backend` cannot serve a call, in words; None if it can. Reads no values, so meta tensors will do."""
+    if backend == "tiled":
+        return None
+    module = importlib.import_module(_MODULES[backend])
+    return module.why_not(t, r, request, target)
+
+
+def select(
+    t: Operands,
+    r: Rules,
+    backend: str = "auto",
+    *,
+    request: Request = _PLAIN,
+    target: Target | None = None,
+) -> Plan:
+    """Chooses the backend of one call.
+
+    Raises:
+        UnsupportedAttention: the backend that was named cannot serve the call; the message says why, and which can.
+    """
+    target = target_of(t.q.device) if target is None else target
+    candidates = _BY_DEVICE.get(target.type, ("tiled",))
+    if backend != "auto":
+        reason = why_not(backend, t, r, request, target)
+        if reason is not None:
+            raise UnsupportedAttention(
+                f"backend={backend!r} cannot serve this call: {reason}. Use backend='auto', which serves it with "
+                f"{select(t, r, request=request, target=target).backend!r}."
+            )
+        return Plan(backend)
+    declined = []
+    for candidate in candidates:
+        reason = why_not(candidate, t, r, request, target)
+        if reason is None:
+            break
+        declined.append((candidate, reason))
+    chosen = Plan(candidate, tuple(declined))
+    if candidate == "tiled" and target.type in ("cuda", "xpu"):
+        _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
+    return chosen
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"tilewise serves this GPU call with plain PyTorch tile by tile, which is exact but slow ({reason}). "
+        "tilewise.explain(...) with the same arguments shows what would make it fast.",
+        stacklevel=2,
+    )

@@ -1,0 +1,10 @@
+"""tilewise: exact attention for PyTorch, computed tile by tile so that the N x N matrix never exists."""
+
+from . import masks
+from .api import Aux, attention
+from .errors import UnsupportedAttention
+from .explaining import explain
+from .merging import merge
+
+__version__ = "0.1.0"
+__all__ = ["Aux", "UnsupportedAttention", "__version__", "attention", "explain", "masks", "merge"]

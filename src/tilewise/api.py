@@ -1,0 +1,314 @@
+"""`attention`: validation in words, normalisation, and the hand-over to the ops. No kernels and no Triton here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops, plan, reference
+from .checks import (
+    broadcast_to_scores,
+    check_qkv,
+    check_values_on_device,
+    check_window,
+    per_head,
+    refuse_descale,
+    refuse_forward_mode,
+    sequence_lengths,
+    typed,
+)
+from .errors import UnsupportedAttention
+
+_AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
+
+
+class Aux(NamedTuple):
+    """The auxiliary outputs of a call, None for what was not asked for. A pytree.
+
+    ``lse`` (B, Hq, Sq): natural logarithm of the softmax denominator, sink included. ``max_logits`` (Hq,): the largest score after softcap,
+    bias and score function. ``key_mass`` (B, Hq, Sk): attention received by each key, the column sums of P before dropout.
+    ``entropy`` (B, Hq, Sq): -sum p ln p over the keys. All float32 (float64 for float64 inputs).
+    """
+
+    lse: Tensor | None = None
+    max_logits: Tensor | None = None
+    key_mass: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class Prepared(NamedTuple):
+    """A validated call: the arguments of the forward op by name, and what the user asked to get back."""
+
+    op_arguments: dict[str, Any]
+    aux_names: tuple[str, ...]
+    wants_aux: bool
+    reference_arguments: dict[str, Any]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Any = None,
+    bias: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    deterministic: bool | None = None,
+    layout: str = "bshd",
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    check_values: bool = False,
+    return_aux: str | Sequence[str] = (),
+) -> Any:
+    """Exact attention, softmax(q k^T) v, computed tile by tile: the (Sq, Sk) matrix never exists, forward or backward.
+
+    Query i stands at position ``p = i + len_k - len_q`` among the keys, so causal masks are aligned bottom-right: with Sq = 2 and Sk = 4
+    the first query sees keys 0 to 2. Scores are ``softmax_scale * q.k``, then softcap, then bias and ALiBi, then ``score_mod``, then the
+    mask; the sink joins the denominator; dropout acts on the probabilities. A query that sees no key gives 0 (and gradients 0, LSE
+    -inf). A key that no query sees never influences anything, whatever it holds. All masks given together are AND-ed.
+
+    Args:
+        q: ``(B, Sq, Hq, D)``; float16, bfloat16, float32, or float64 (on CPU, and through ``backend="tiled"``). Any strides.
+        k: ``(B, Sk, Hk, D)``, Hq a multiple of Hk (GQA, MQA): query head h reads kv head ``h // (Hq // Hk)``.
+        v: ``(B, Sk, Hk, Dv)``; Dv may differ from D. One dtype and device for q, k and v; autocast casts all three.
+        causal: a query sees keys j <= p.
+        window_size: ``(left, right)``: a query sees keys p - left <= j <= p + right, inclusive; -1 is unlimited.
+        mask: a rule from `tilewise.masks`, or a bool tensor that broadcasts to ``(B, Hq, Sq, Sk)``, True = visible. Never copied.
+        bias: floating tensor that broadcasts to ``(B, Hq, Sq, Sk)``, added to the scores in float32; -inf masks, any finite value does not.
+            Differentiable in every broadcast shape.
+        score_mod: ``f(score, b, h, q_idx, kv_idx) -> score``, an ordinary function as FlexAttention takes; may read tensors.
+        softmax_scale: default ``1 / sqrt(D)``. Zero and negative values are allowed.
+        softcap: c > 0 replaces a score s by ``c * tanh(s / c)``; 0 is off (Gemma Team 2024, "Gemma 2", section 2).
+        alibi_slopes: ``(Hq,)`` or ``(B, Hq)``: adds ``-slope * |p - j|`` (Press et al. 2022, "Train short, test long"). Differentiable.
+        learnable_sink: ``(Hq,)`` logits of a phantom key without value (OpenAI 2025, gpt-oss). Differentiable.
+        dropout_p: probability in [0, 1) of dropping a probability, keyed by position (Philox4x32-10, Salmon et al. 2011).
+        dropout_seed: None draws one on the device from torch's generator; or an int; or a 0-d int64 tensor on the device of q.
+        seqused_q: int32 ``(B,)``: how many leading queries of each batch item are real; later rows of the output are 0, of the LSE -inf.
+        seqused_k: int32 ``(B,)``: how many leading keys are real.
+        q_descale: reserved for fp8, as are ``k_descale`` and ``v_descale``.
+        k_descale: see ``q_descale``.
+        v_descale: see ``q_descale``.
+        deterministic: same bits on every run. None follows ``torch.are_deterministic_algorithms_enabled()``.
+        layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(B, H, S, D)``; of inputs and output.
+        backend: ``"auto"``, ``"reference"``, ``"tiled"``, ``"triton"`` or ``"hopper"``; a named one serves the call or raises.
+        out_dtype: dtype of the output, that of q by default; ``torch.float32`` keeps partial results exact for `merge`.
+        check_values: also check values that live on the device (lengths), at the price of a synchronisation.
+        return_aux: a name, or names, of ``lse``, ``max_logits``, ``key_mass``, ``entropy``.
+
+    Returns:
+        ``out``, shaped as q with Dv for D and contiguous; with ``return_aux`` a pair ``(out, Aux)``.
+
+    Raises:
+        ValueError: a shape, length or number that has no meaning. TypeError: a wrong type or dtype.
+        UnsupportedAttention: a combination that the backend cannot serve.
+        NotImplementedError: in backward, for a derivative that does not exist.
+
+    Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2022, "FlashAttention", Algorithms 1 and 4 (tiling, recomputation);
+    Dao 2023, "FlashAttention-2", section 3 (loop order).
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 128, 8, 64, requires_grad=True) for _ in range(3))
+        >>> out = attention(q, k, v, causal=True)
+        >>> out.shape
+        torch.Size([2, 128, 8, 64])
+        >>> out.sum().backward()
+        >>> out, aux = attention(q, k, v, window_size=(31, 0), return_aux="lse")
+        >>> aux.lse.shape
+        torch.Size([2, 8, 128])
+    """
+    prepared = prepare(
+        q, k, v, causal=causal, window_size=window_size, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=softmax_scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        deterministic=deterministic, layout=layout, backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
+    )  # fmt: skip
+    if backend == "reference":
+        full = reference.attention_full(**prepared.reference_arguments)
+        result = (full.out.to(out_dtype or prepared.op_arguments["q"].dtype), *full[1:])
+        accumulate = plan.accumulator_dtype(q.dtype)
+        result = (result[0], *(x.to(accumulate) for x in result[1:]))
+    else:
+        result = ops.attention_forward(**prepared.op_arguments)
+    if not prepared.wants_aux:
+        return result[0]
+    by_name = dict(zip(_AUX_NAMES, result[1:], strict=True))
+    return result[0], Aux(**{name: by_name[name] for name in prepared.aux_names})
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Any = None,
+    bias: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    deterministic: bool | None = None,
+    layout: str = "bshd",
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    check_values: bool = False,
+    return_aux: str | Sequence[str] = (),
+) -> Prepared:
+    """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed."""
+    refuse_descale(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    typed("causal", causal, bool)
+    if backend not in plan.BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(plan.BACKENDS)}")
+    aux_names = _aux_names(return_aux)
+    q, k, v = _autocast(q, k, v)
+    sizes = check_qkv(q, k, v, layout, backend)
+    window_left, window_right = check_window(window_size)
+    user_window = (window_left, window_right)
+    if causal:
+        window_right = 0
+    if softmax_scale is None:
+        scale = 1.0 / math.sqrt(sizes.head_dim) if sizes.head_dim else 1.0
+    else:
+        scale = _finite("softmax_scale", softmax_scale)
+    softcap = _finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for no cap")
+    if not 0.0 <= _finite("dropout_p", dropout_p) < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be in [0, 1)")
+    if out_dtype not in (None, q.dtype, plan.accumulator_dtype(q.dtype)):
+        raise ValueError(
+            f"out_dtype is {out_dtype}; for inputs of {q.dtype} it must be None, {q.dtype} or {plan.accumulator_dtype(q.dtype)}"
+        )
+
+    bias = broadcast_to_scores("bias", bias, sizes)
+    alibi_slopes = per_head("alibi_slopes", alibi_slopes, sizes, per_batch=True)
+    sink = per_head("learnable_sink", learnable_sink, sizes, per_batch=False)
+    seqused_q = sequence_lengths("seqused_q", seqused_q, sizes.seqlen_q, sizes)
+    seqused_k = sequence_lengths("seqused_k", seqused_k, sizes.seqlen_k, sizes)
+    if check_values:
+        check_values_on_device(seqused_q, seqused_k, sizes)
+    seed = _seed(dropout_seed, dropout_p, q.device)
+    refuse_forward_mode(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, learnable_sink=sink)
+
+    mask_mod, score_text, captured, dense = "", "", [], None
+    if isinstance(mask, Tensor):
+        dense = broadcast_to_scores("mask", mask, sizes, boolean=True)
+    elif mask is not None and backend != "reference":
+        lowered = _lower_mask(mask, sizes, q.device)
+        window_left = _tighter(window_left, lowered.window_left)
+        window_right = _tighter(window_right, lowered.window_right)
+        mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
+    if score_mod is not None and backend != "reference":
+        from .score_mod import trace_score_mod
+
+        score_text, score_captured = trace_score_mod(score_mod, q.device)
+        captured = captured + list(score_captured)  # those of the mask come first
+    for index, tensor in enumerate(captured):
+        refuse_forward_mode(**{f"captured tensor {index} of a mask or score_mod": tensor})
+
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else typed("deterministic", deterministic, bool)
+    operands = dict(
+        q=q, k=k, v=v, bias=bias, mask=dense, alibi_slopes=alibi_slopes, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,
+        dropout_seed=seed, captured=captured,
+    )  # fmt: skip
+    rules = dict(
+        softmax_scale=scale, softcap=softcap, window_left=window_left, window_right=window_right, dropout_p=float(dropout_p),
+        deterministic=deterministic, score_mod=score_text, mask_mod=mask_mod, layout=layout, backend=backend,
+    )  # fmt: skip
+    same_meaning = dict(
+        q=q, k=k, v=v, causal=causal, window_size=user_window, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=sink, dropout_p=dropout_p, dropout_seed=seed, seqused_q=seqused_q,
+        seqused_k=seqused_k, layout=layout,
+    )  # fmt: skip
+    aux = [name for name in ops.AUX if name in aux_names]
+    wants_aux = return_aux != () and return_aux is not None
+    return Prepared(operands | rules | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+
+
+def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
+    names = (return_aux,) if isinstance(return_aux, str) else tuple(return_aux or ())
+    for name in names:
+        if name not in _AUX_NAMES:
+            raise ValueError(f"return_aux names {name!r}; it must be one or several of {', '.join(_AUX_NAMES)}")
+    return names
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inside autocast q, k and v become its dtype, all three alike; float64 stays, as in torch's own rule."""
+    if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu", "xpu", "mps") or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+
+def _finite(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return float(value)
+
+
+def _seed(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> Tensor | None:
+    """The dropout key as a 0-d int64 tensor on the device, so that graph replay and checkpointing see a new value or the same."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.ndim != 0 or seed.device != device:
+            raise ValueError(
+                f"dropout_seed is a tensor of {seed.dtype}, shape {tuple(seed.shape)} on {seed.device}; it must be int64, 0-d, on {device}"
+            )
+    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"dropout_seed is {seed!r}; it must be None, an int, or a 0-d int64 tensor on the device of q")
+    if dropout_p == 0:
+        return None
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+
+
+def _tighter(a: int, b: int) -> int:
+    """The intersection of two window ends, -1 being unlimited."""
+    if a < 0 or b < 0:
+        return max(a, b)
+    return min(a, b)
+
+
+def _lower_mask(mask: Any, sizes: Any, device: torch.device) -> Any:
+    from . import masks
+
+    if not isinstance(mask, masks.Mask):
+        raise TypeError(
+            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks or a bool tensor that broadcasts to (B, Hq, Sq, Sk). "
+            "For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+        )
+    return masks.lower(mask, batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+
+
+__all__ = ["Aux", "UnsupportedAttention", "attention"]

@@ -1,0 +1,157 @@
+"""Every check of arguments, each in one sentence: the argument, what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from .errors import UnsupportedAttention
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Sizes(NamedTuple):
+    """The sizes of one call, and the device that all its tensors share."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    device: torch.device
+
+
+def typed(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a {kind.__name__}")
+    return value
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Sizes:
+    """Ranks, dtypes, devices and shapes of q, k and v."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout is {layout!r}; it must be 'bshd' for (B, S, H, D) or 'bhsd' for (B, H, S, D)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        typed(name, x, Tensor)
+        if x.ndim != 4:
+            shape = "(B, S, H, D)" if layout == "bshd" else "(B, H, S, D)"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have rank 4, {shape} in layout {layout!r}")
+    if not (q.dtype == k.dtype == v.dtype):
+        raise TypeError(
+            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must agree: cast them, or call inside torch.autocast"
+        )
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q has dtype {q.dtype}; it must be float16, bfloat16, float32 or float64")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
+    heads, seq = (2, 1) if layout == "bshd" else (1, 2)
+    if not (q.shape[0] == k.shape[0] == v.shape[0]):
+        raise ValueError(f"q, k and v have batch sizes {q.shape[0]}, {k.shape[0]} and {v.shape[0]}; they must agree (expand one of size 1)")
+    if k.shape[seq] != v.shape[seq]:
+        raise ValueError(f"k has {k.shape[seq]} keys but v has {v.shape[seq]} values (layout {layout!r}); each key needs one value")
+    if k.shape[heads] != v.shape[heads]:
+        raise ValueError(f"k has {k.shape[heads]} heads but v has {v.shape[heads]} (layout {layout!r}); they must agree")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has head dim {q.shape[3]} but k has {k.shape[3]}; they must agree (only v may differ)")
+    if (k.shape[heads] == 0 and q.shape[heads] != 0) or (k.shape[heads] and q.shape[heads] % k.shape[heads]):
+        raise ValueError(
+            f"q has {q.shape[heads]} heads, which is no multiple of the {k.shape[heads]} heads of k and v (layout {layout!r}); "
+            "in grouped-query attention each kv head serves the same number of query heads"
+        )
+    if q.dtype == torch.float64 and backend in ("triton", "hopper"):
+        raise UnsupportedAttention(f"backend={backend!r} has no float64; use backend='tiled', or float32 inputs")
+    return Sizes(q.shape[0], q.shape[heads], k.shape[heads], q.shape[seq], k.shape[seq], q.shape[3], v.shape[3], q.device)
+
+
+def check_window(window_size: Any) -> tuple[int, int]:
+    if isinstance(window_size, (str, bytes)) or not hasattr(window_size, "__len__") or len(window_size) != 2:
+        raise TypeError(f"window_size is {window_size!r}; it must be a pair (left, right), -1 for unlimited")
+    for side, value in zip(("left", "right"), window_size, strict=True):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"window_size has {side} = {value!r}; it must be an int, -1 for unlimited")
+        if value < -1:
+            raise ValueError(f"window_size has {side} = {value}; it must be 0 or more keys, or -1 for unlimited")
+    return window_size[0], window_size[1]
+
+
+def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool = False) -> Tensor | None:
+    """Checks that x broadcasts to (B, Hq, Sq, Sk); returns it unexpanded."""
+    if x is None:
+        return None
+    typed(name, x, Tensor)
+    if boolean and x.dtype != torch.bool:
+        raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
+    if not boolean and not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be floating. Give a boolean mask as mask=")
+    _same_device(name, x, sizes)
+    target = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
+    fits = x.ndim <= 4 and all(have in (1, want) for have, want in zip(reversed(x.shape), reversed(target), strict=False))
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to (B, Hq, Sq, Sk) = {target}")
+    return x
+
+
+def per_head(name: str, x: Tensor | None, sizes: Sizes, per_batch: bool) -> Tensor | None:
+    if x is None:
+        return None
+    typed(name, x, Tensor)
+    if not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be floating")
+    _same_device(name, x, sizes)
+    allowed = [(sizes.heads,), (sizes.batch, sizes.heads)] if per_batch else [(sizes.heads,)]
+    if tuple(x.shape) not in allowed:
+        names = "(Hq,) or (B, Hq)" if per_batch else "(Hq,)"
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {names} = {' or '.join(map(str, allowed))}")
+    return x
+
+
+def sequence_lengths(name: str, x: Tensor | None, size: int, sizes: Sizes) -> Tensor | None:
+    if x is None:
+        return None
+    typed(name, x, Tensor)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32: use {name}.to(torch.int32)")
+    _same_device(name, x, sizes)
+    if tuple(x.shape) != (sizes.batch,):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (B,) = ({sizes.batch},), one length for each batch item")
+    return x
+
+
+def check_values_on_device(seqused_q: Tensor | None, seqused_k: Tensor | None, sizes: Sizes) -> None:
+    """Reads the lengths on the host: a synchronisation, asked for by check_values=True."""
+    for name, x, size in (("seqused_q", seqused_q, sizes.seqlen_q), ("seqused_k", seqused_k, sizes.seqlen_k)):
+        if x is None or not x.numel():
+            continue
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high > size:
+            raise ValueError(f"{name} holds lengths from {low} to {high}; they must be between 0 and {size}, the size of that dimension")
+
+
+def _same_device(name: str, x: Tensor, sizes: Sizes) -> None:
+    if x.device != sizes.device:
+        raise ValueError(f"{name} is on {x.device} but q is on {sizes.device}; move it with .to(q.device)")
+
+
+def refuse_descale(**scales: Any) -> None:
+    for name, scale in scales.items():
+        if scale is not None:
+            raise UnsupportedAttention(
+                f"{name} was given, but fp8 inputs are not supported yet; pass float16 or bfloat16 tensors and no {name}"
+            )
+
+
+def refuse_forward_mode(**tensors: Tensor | None) -> None:
+    """Dual inputs raise: an operator without a forward-mode rule would return a zero tangent without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} is a dual tensor, but tilewise.attention has no forward-mode derivative (jvp) yet; use reverse mode, or "
+                "backend='reference' inside torch.func.jvp"
+            )

@@ -1,0 +1,454 @@
+"""The PyTorch operators behind `attention`: schemas, fakes, autograd, vmap and FLOP formulas, in one place.
+
+``tilewise::attention_forward`` and ``tilewise::attention_backward`` are ordinary operators to torch.compile, export, checkpointing and the
+profiler: opaque, functional, with exact fakes. Which kernels run is decided inside them (`plan.select`), from what is known at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import plan
+from .cost import Problem, flops
+from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
+
+# The arguments of both ops after their own first ones, in this order. One list, so that schemas, autograd and vmap cannot disagree.
+OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "dropout_seed", "captured")
+RULES = (
+    "softmax_scale",
+    "softcap",
+    "window_left",
+    "window_right",
+    "dropout_p",
+    "deterministic",
+    "score_mod",
+    "mask_mod",
+    "layout",
+    "backend",
+)
+AUX = ("max_logits", "key_mass", "entropy")
+# What a gradient can be taken of, in the order in which the backward op returns those that are needed.
+DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
+
+_OPERAND_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? dropout_seed, Tensor[] captured"
+)
+_RULE_SCHEMA = (
+    "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
+    "str score_mod, str mask_mod, str layout, str backend"
+)
+
+_library = torch.library.Library("tilewise", "FRAGMENT")
+_library.define(
+    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str[] aux) "
+    "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.define(
+    "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
+    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
+_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
+
+
+def float32_precision_allows_tf32() -> bool:
+    """Whether torch's settings let float32 matrix products use TF32: False for "highest"/"ieee", True otherwise. Never raises.
+
+    Torch has a new switch (``torch.backends.cuda.matmul.fp32_precision``) and a legacy one (``allow_tf32``,
+    ``set_float32_matmul_precision``); reading the legacy one raises after the new one was used, and the new one reads "none" when unset.
+    """
+    try:
+        setting = torch.backends.cuda.matmul.fp32_precision
+        if setting in ("none", None):
+            setting = getattr(torch.backends, "fp32_precision", "none")
+        if setting not in ("none", None):
+            return setting != "ieee"
+    except (AttributeError, RuntimeError):
+        pass
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------------------ forward
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    return x.transpose(1, 2) if layout == "bshd" else x
+
+
+def operands(args: dict[str, Any]) -> Operands:
+    layout = args["layout"]
+    tensors = {name: args[name] for name in OPERANDS}
+    for name in ("q", "k", "v"):
+        tensors[name] = _heads_first(tensors[name], layout)
+    for name in ("bias", "mask"):
+        if tensors[name] is not None:
+            tensors[name] = tensors[name][(None,) * (4 - tensors[name].ndim)]
+    if tensors["alibi_slopes"] is not None and tensors["alibi_slopes"].ndim == 1:
+        tensors["alibi_slopes"] = tensors["alibi_slopes"][None]
+    tensors["captured"] = tuple(tensors["captured"])
+    return Operands(**tensors)
+
+
+def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
+    names = ("softmax_scale", "softcap", "window_left", "window_right", "dropout_p", "deterministic", "score_mod", "mask_mod")
+    return Rules(allow_tf32=allow_tf32, **{name: args[name] for name in names})
+
+
+def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
+    """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
+    q, k, v = args["q"], args["k"], args["v"]
+    heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
+    batch, heads, seqlen_q, seqlen_k = q.shape[0], q.shape[heads_dim], q.shape[seq_dim], k.shape[seq_dim]
+    accumulate = accumulator_dtype(q.dtype)
+    aux_shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
+    return [
+        q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype),
+        q.new_empty((batch, heads, seqlen_q), dtype=accumulate),
+        *(q.new_empty(aux_shapes[name] if name in args["aux"] else (0,), dtype=accumulate) for name in AUX),
+    ]
+
+
+def _forward(*flat: Any) -> tuple[Tensor, ...]:
+    args = dict(zip(_FORWARD_ARGS, flat, strict=True))
+    t, r = operands(args), rules(args, float32_precision_allows_tf32())
+    wanted = frozenset(args["aux"])
+    request = Request(aux=wanted, out_dtype=args["out_dtype"])
+    chosen = plan.select(t, r, args["backend"], request=request)
+    results = _allocate_outputs(args)
+    aux = {name: tensor if name in wanted else None for name, tensor in zip(AUX, results[2:], strict=True)}
+    out = Outputs(out=_heads_first(results[0], args["layout"]), lse=results[1], **aux)
+    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+        chosen.kernels().forward(t, r, out)
+    return tuple(results)
+
+
+def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
+    return tuple(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
+
+
+# ----------------------------------------------------------------------------------------------------------------- backward
+
+
+def _gradient_sources(args: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """The tensors whose gradient the backward op returns, in order: those of DIFFERENTIABLE, then the captured ones."""
+    sources = [(name, args[name]) for name in DIFFERENTIABLE] + [("captured", x) for x in args["captured"]]
+    return [source for source, needed in zip(sources, args["needs"], strict=True) if needed]
+
+
+def _backward(*flat: Any) -> list[Tensor]:
+    args = dict(zip(_BACKWARD_ARGS, flat, strict=True))
+    layout, needs = args["layout"], args["needs"]
+    t, r = operands(args), rules(args, args["allow_tf32"])
+    accumulate = accumulator_dtype(t.q.dtype)
+    results = _backward_fake(*flat)
+    # Kernels reduce the parameters' gradients in the accumulator dtype, whatever the parameter's own is.
+    buffers = [
+        x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(_gradient_sources(args), results, strict=True)
+    ]
+    queue = iter(buffers)
+    by_name = {name: next(queue) if needed else None for name, needed in zip(DIFFERENTIABLE, needs, strict=False)}
+    captured = [next(queue) if needed else None for needed in needs[len(DIFFERENTIABLE) :]]
+    dq, dk, dv = (_heads_first(x, layout) if (x := by_name[name]) is not None else None for name in ("q", "k", "v"))
+    dbias, dslopes = by_name["bias"], by_name["alibi_slopes"]
+    grads = Gradients(
+        dq,
+        dk,
+        dv,
+        dbias=None if dbias is None else dbias[(None,) * (4 - dbias.ndim)],
+        dalibi_slopes=None if dslopes is None else dslopes[None] if dslopes.ndim == 1 else dslopes,
+        dsink=by_name["sink"],
+        dcaptured=captured,
+    )
+    dout = args["dout"]
+    cot = Cotangents(None if dout is None else _heads_first(dout, layout), args["dlse"], args["dkey_mass"], args["dentropy"])
+    saved = Saved(_heads_first(args["out"], layout), args["lse"], args["entropy"] if args["dentropy"] is not None else None)
+    if saved.lse.numel() and t.k.shape[2]:
+        needed = frozenset(name for name, _ in _gradient_sources(args))
+        request = Request(
+            backward=True,
+            aux=frozenset(name for name in ("key_mass", "entropy") if args[f"d{name}"] is not None),
+            out_dtype=args["out"].dtype,
+            dlse=args["dlse"] is not None,
+            needs=needed,
+        )
+        plan.select(t, r, args["backend"], request=request).kernels().backward(t, r, saved, cot, grads)
+    else:  # no query or no key: nothing depends on q, k or v, and only a sink can move the LSE
+        for x in buffers:
+            x.zero_()
+        if grads.dsink is not None and saved.lse.numel() and cot.dlse is not None:
+            in_use = saved.lse != float("-inf")
+            grads.dsink.copy_(torch.where(in_use, cot.dlse, 0.0).sum((0, 2)))
+    return [result if result is buffer else result.copy_(buffer) for result, buffer in zip(results, buffers, strict=True)]
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+
+
+def _backward_fake(*flat: Any) -> list[Tensor]:
+    args = dict(zip(_BACKWARD_ARGS, flat, strict=True))
+    return [x.new_empty(x.shape) for _, x in _gradient_sources(args)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    args = dict(zip(_FORWARD_ARGS, inputs, strict=True))
+    out, lse, _, _, entropy = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["captured"])
+    ctx.rules = tuple(args[name] for name in RULES)
+    ctx.allow_tf32 = float32_precision_allows_tf32()
+
+
+def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool], backward_op: Any) -> list[Tensor | None]:
+    """Calls the backward op for the gradients that are needed; None for the others, in the order of DIFFERENTIABLE and captured."""
+    dout, dlse, dmax_logits, dkey_mass, dentropy = cotangents
+    if dmax_logits is not None:
+        raise NotImplementedError(
+            "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
+        )
+    out, lse, entropy, *saved = ctx.saved_tensors
+    count = len(OPERANDS) - 1
+    operands, captured = saved[:count], saved[count:]
+    if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
+        return [None] * len(needs)
+    grads = iter(backward_op(dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs))
+    return [next(grads) if needed else None for needed in needs]
+
+
+def _split(grads: list[Tensor | None]) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
+    return dict(zip(DIFFERENTIABLE, grads, strict=False)), grads[len(DIFFERENTIABLE) :]
+
+
+def _autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    needed = dict(zip(_FORWARD_ARGS, ctx.needs_input_grad, strict=True))
+    needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], len(ctx.saved_tensors) - 3 - len(OPERANDS) + 1)
+    named, captured = _split(_gradients(ctx, cotangents, needs, torch.ops.tilewise.attention_backward))
+    return tuple(captured if name == "captured" else named.get(name) for name in _FORWARD_ARGS)
+
+
+def _as_list(needed: Any, count: int) -> list[bool]:
+    return [bool(x) for x in needed] if isinstance(needed, (list, tuple)) else [bool(needed)] * count
+
+
+_NO_DOUBLE_BACKWARD = (
+    "tilewise.attention has no second derivative yet: its backward pass was differentiated. Use backend='reference', which "
+    "autograd can differentiate any number of times in O(N^2) memory."
+)
+
+
+def _refuse_double_backward(ctx: Any, *cotangents: Any) -> Any:
+    raise NotImplementedError(_NO_DOUBLE_BACKWARD)
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+class _Attention(torch.autograd.Function):
+    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula.
+
+    Takes the arguments of the op with the captured tensors last, one by one.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        head, captured = args[: len(_FORWARD_ARGS) - 1], list(args[len(_FORWARD_ARGS) - 1 :])
+        position = _FORWARD_ARGS.index("captured")
+        return torch.ops.tilewise.attention_forward(*head[:position], captured, *head[position:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        head, captured = inputs[: len(_FORWARD_ARGS) - 1], list(inputs[len(_FORWARD_ARGS) - 1 :])
+        position = _FORWARD_ARGS.index("captured")
+        _setup_context(ctx, (*head[:position], captured, *head[position:]), output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        flat_names = [name for name in _FORWARD_ARGS if name != "captured"]
+        needed = dict(zip(flat_names, ctx.needs_input_grad, strict=False))
+        needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(flat_names) :])
+        named, captured = _split(_gradients(ctx, cotangents, needs, _call_backward_function))
+        return (*(named.get(name) for name in flat_names), *captured)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        split = len(_FORWARD_ARGS) - 1
+        position = _FORWARD_ARGS.index("captured")
+
+        def regroup(flat):
+            return [*flat[:position], list(flat[split:]), *flat[position:split]]
+
+        return _vmap_forward(info, regroup(in_dims), *regroup(args))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward op under torch.func transforms: differentiating it raises instead of giving a silent zero."""
+
+    @staticmethod
+    def forward(count: int, *args: Any) -> Any:
+        position = _BACKWARD_ARGS.index("captured")
+        return tuple(
+            torch.ops.tilewise.attention_backward(*args[:position], list(args[position : position + count]), *args[position + count :])
+        )
+
+    setup_context = staticmethod(_setup_nothing)
+    backward = staticmethod(_refuse_double_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, count: int, *args: Any) -> Any:
+        position = _BACKWARD_ARGS.index("captured")
+
+        def regroup(flat):
+            return [*flat[:position], list(flat[position : position + count]), *flat[position + count :]]
+
+        outs, dims = _vmap_backward(info, regroup(in_dims[1:]), *regroup(args))
+        return tuple(outs), tuple(dims)
+
+
+def _call_backward_function(*args: Any) -> Any:
+    position = _BACKWARD_ARGS.index("captured")
+    captured = args[position]
+    return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
+
+
+def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward op by keywords, in whatever way the active transforms need. Returns (out, lse, max_logits, key_mass, entropy)."""
+    flat = [args[name] for name in _FORWARD_ARGS]
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        position = _FORWARD_ARGS.index("captured")
+        return _Attention.apply(*flat[:position], *flat[position + 1 :], *flat[position])
+    return torch.ops.tilewise.attention_forward(*flat)
+
+
+# --------------------------------------------------------------------------------------------------------------------- vmap
+
+
+def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[Any, ...], fold: bool) -> Any:
+    """The mapped dimension joins the batch where that changes no meaning; else one call for each of its elements.
+
+    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout) or would copy an N x N tensor.
+    """
+    args, dims = dict(zip(names, flat, strict=True)), dict(zip(names, in_dims, strict=True))
+    size = info.batch_size
+    if fold and _can_fold(args, dims):
+        return _fold(op, names, size, args, dims)
+
+    def element(index: int) -> list[Any]:
+        def pick(value, dim):
+            if isinstance(value, (list, tuple)):
+                return [pick(x, d) for x, d in zip(value, dim, strict=True)] if isinstance(dim, (list, tuple)) else value
+            return value.select(dim, index) if dim is not None and isinstance(value, Tensor) else value
+
+        return [pick(args[name], dims[name]) for name in names]
+
+    results = [op(*element(index)) for index in range(size)]
+    return [torch.stack(parts) for parts in zip(*results, strict=True)]
+
+
+def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
+    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None:
+        return False
+    if "max_logits" in args.get("aux", ()):
+        return False
+    if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
+        return False
+    batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
+    for name in ("bias", "mask"):
+        x, dim = args[name], dims[name]
+        if x is None:
+            continue
+        inner = x.ndim - (dim is not None)
+        full = inner == 4 and (x.movedim(dim, 0).shape[1] if dim is not None else x.shape[0]) == batch
+        if (dim is None and full and batch > 1) or (dim is not None and not full):
+            return False
+    return True
+
+
+_FOLDED_AS_THEY_ARE = ("sink", "dropout_seed", "captured")
+
+
+def _fold(op: Any, names: tuple[str, ...], size: int, args: dict[str, Any], dims: dict[str, Any]) -> list[Tensor]:
+    folded = dict(args)
+    for name, x in args.items():
+        if not isinstance(x, Tensor) or name in _FOLDED_AS_THEY_ARE:
+            continue
+        if dims[name] is None:
+            if name in ("bias", "mask"):
+                continue
+            if name == "alibi_slopes" and x.ndim == 1:
+                continue
+            if x.numel() == 0 and name == "entropy":
+                continue
+            x = x.unsqueeze(0).expand(size, *x.shape)
+        else:
+            x = x.movedim(dims[name], 0)
+        if name == "alibi_slopes" and x.ndim == 2:  # (V, Hq): one row for every batch item
+            batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
+            x = x[:, None].expand(size, batch, x.shape[1])
+        folded[name] = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    return [x.reshape(size, -1, *x.shape[1:]) if x.ndim > 1 else x.expand(size, *x.shape) for x in op(*(folded[name] for name in names))]
+
+
+def _vmap_forward(info: Any, in_dims: Any, *flat: Any) -> Any:
+    outs = _vmap(torch.ops.tilewise.attention_forward, _FORWARD_ARGS, info, in_dims, flat, fold=True)
+    return tuple(outs), (0,) * len(outs)
+
+
+def _vmap_backward(info: Any, in_dims: Any, *flat: Any) -> Any:
+    outs = _vmap(torch.ops.tilewise.attention_backward, _BACKWARD_ARGS, info, in_dims, flat, fold=True)
+    return list(outs), [0] * len(outs)
+
+
+# ------------------------------------------------------------------------------------------------------------- registration
+
+_library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("tilewise::attention_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("tilewise::attention_forward", _autograd, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("tilewise::attention_backward", _refuse_double_backward, setup_context=_setup_nothing, lib=_library)
+torch.library.register_vmap("tilewise::attention_forward", _vmap_forward, lib=_library)
+torch.library.register_vmap("tilewise::attention_backward", _vmap_backward, lib=_library)
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    def problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
+        args = dict(zip(names, flat, strict=False))
+        heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
+        q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
+        return Problem(
+            batch=q[0],
+            heads=q[heads_dim],
+            kv_heads=k[heads_dim],
+            seqlen_q=q[seq_dim],
+            seqlen_k=k[seq_dim],
+            head_dim=q[3],
+            head_dim_v=v[3],
+            window_left=args["window_left"],
+            window_right=args["window_right"],
+        )
+
+    @register_flop_formula(torch.ops.tilewise.attention_forward)
+    def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
+        return flops(problem(_FORWARD_ARGS, flat), "fwd")
+
+    @register_flop_formula(torch.ops.tilewise.attention_backward)
+    def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
+        return flops(problem(_BACKWARD_ARGS, flat), "bwd")
+
+
+_register_flops()
