@@ -58,27 +58,25 @@ def explain(
 ) -> Explanation:
     """Explains what ``attention(q, k, v, **arguments)`` would run, without running it.
 
-        Args:
-            q: as `attention` takes it; meta tensors (``device="meta"``) will do, and cost nothing.
-            k: see ``q``.
-            v: see ``q``.
-            pass_: ``"fwd"`` or ``"bwd"``.
-    def explain(
-        q: Tensor, k: Tensor, v: Tensor, *, pass_: str = "fwd", device: str | torch.device | None = None, **arguments: Any
-    ) -> Explanation:
-                ``"NVIDIA H200"``. Default: that of q; for meta tensors, the current CUDA device where there is one, else the CPU.
-            **arguments: every keyword of `attention`.
+    Args:
+        q: as `attention` takes it; meta tensors (``device="meta"``) will do, and cost nothing.
+        k: see ``q``.
+        v: see ``q``.
+        pass_: ``"fwd"`` or ``"bwd"``.
+        device: the device to explain for: a torch device such as ``"cpu"`` or ``"cuda:0"``, or a GPU named in `tilewise.cost`, such as
+            ``"NVIDIA H200"``. Default: that of q; for meta tensors, the current CUDA device where there is one, else the CPU.
+        **arguments: every keyword of `attention`.
 
-        Returns:
-            An `Explanation`, which prints well.
+    Returns:
+        An `Explanation`, which prints well.
 
-        Raises:
-            What `attention` would raise for the same arguments, `UnsupportedAttention` included.
+    Raises:
+        What `attention` would raise for the same arguments, `UnsupportedAttention` included.
 
-        Example:
-            >>> q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
-            >>> print(explain(q, q, q, causal=True, device="NVIDIA H200").bound)
-            matrix products
+    Example:
+        >>> q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
+        >>> print(explain(q, q, q, causal=True, device="NVIDIA H200").bound)
+        matrix products
     """
     if pass_ not in ("fwd", "bwd"):
         raise ValueError(f"pass_ is {pass_!r}; it must be 'fwd' or 'bwd'")
