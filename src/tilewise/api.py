@@ -246,7 +246,7 @@ def prepare(
         softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=sink, dropout_p=dropout_p, dropout_seed=seed, seqused_q=seqused_q,
         seqused_k=seqused_k, layout=layout,
     )  # fmt: skip
-    aux = [name for name in ops.AUX if name in aux_names]
+    aux = ",".join(name for name in ops.AUX if name in aux_names)
     wants_aux = return_aux != () and return_aux is not None
     return Prepared(operands | rules | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
 
@@ -270,7 +270,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # not isfinite: torch.compile does not trace it for symbolic numbers
         raise ValueError(f"{name} is {value}; it must be finite")
     return float(value)
 

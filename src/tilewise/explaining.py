@@ -85,7 +85,7 @@ def explain(
     t = ops.operands(args)
     r = ops.rules(args, ops.float32_precision_allows_tf32())
     target, ceilings = _target(device, t.q.device)
-    request = plan.Request(backward=pass_ == "bwd", aux=frozenset(args["aux"]), out_dtype=args["out_dtype"])
+    request = plan.Request(backward=pass_ == "bwd", aux=ops.wanted_aux(args["aux"]), out_dtype=args["out_dtype"])
     if args["backend"] == "reference":
         chosen = plan.Plan("reference")
     else:

@@ -44,7 +44,7 @@ _RULE_SCHEMA = (
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str[] aux) "
+    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
@@ -103,24 +103,29 @@ def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
     return Rules(allow_tf32=allow_tf32, **{name: args[name] for name in names})
 
 
+def wanted_aux(aux: str) -> frozenset[str]:
+    """The auxiliary outputs that the op's argument ``aux`` names, separated by commas."""
+    return frozenset(aux.split(",")) if aux else frozenset()
+
+
 def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
     """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
     q, k, v = args["q"], args["k"], args["v"]
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     batch, heads, seqlen_q, seqlen_k = q.shape[0], q.shape[heads_dim], q.shape[seq_dim], k.shape[seq_dim]
-    accumulate = accumulator_dtype(q.dtype)
+    accumulate, wanted = accumulator_dtype(q.dtype), wanted_aux(args["aux"])
     aux_shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
     return [
         q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype),
         q.new_empty((batch, heads, seqlen_q), dtype=accumulate),
-        *(q.new_empty(aux_shapes[name] if name in args["aux"] else (0,), dtype=accumulate) for name in AUX),
+        *(q.new_empty(aux_shapes[name] if name in wanted else (0,), dtype=accumulate) for name in AUX),
     ]
 
 
 def _forward(*flat: Any) -> tuple[Tensor, ...]:
     args = dict(zip(_FORWARD_ARGS, flat, strict=True))
     t, r = operands(args), rules(args, float32_precision_allows_tf32())
-    wanted = frozenset(args["aux"])
+    wanted = wanted_aux(args["aux"])
     request = Request(aux=wanted, out_dtype=args["out_dtype"])
     chosen = plan.select(t, r, args["backend"], request=request)
     results = _allocate_outputs(args)
@@ -360,7 +365,7 @@ def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[
 def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
     if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None:
         return False
-    if "max_logits" in args.get("aux", ()):
+    if "max_logits" in args.get("aux", ""):
         return False
     if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
         return False
