@@ -1,0 +1,519 @@
+"""Attention in plain torch, tile by tile: any device, every feature, O(N) memory, forward and backward.
+
+The loop is FlashAttention-2's (Dao 2023, algorithms 1 and 2): a tile of queries stays, tiles of keys stream past it, and the softmax is
+kept as a running maximum m and a running denominator l. The backward pass recomputes the probabilities from the LSE. One program visits
+several heads (and batch items) at once, so that each torch call has enough work; tiles that no query sees are not visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, accumulator_dtype
+from .philox import keep_mask
+
+NEG_INF = float("-inf")
+
+
+class TileSizes(NamedTuple):
+    """Rows and columns of a score tile, and how many scores all heads of one step may have together."""
+
+    block_m: int
+    block_n: int
+    scores: int
+
+
+# On a CPU the scores of a step stay near the caches; elsewhere a step must be long compared with the launch of a dozen kernels.
+CPU_TILES = TileSizes(block_m=256, block_n=512, scores=1 << 20)
+DEVICE_TILES = TileSizes(block_m=1024, block_n=1024, scores=1 << 24)
+
+
+# ------------------------------------------------------------------------------------------------------------ pieces of work
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some batch items and some key heads (with the query heads that read them), visited together. B, H, G, M, N: sizes of a tile."""
+
+    t: Operands
+    r: Rules
+    b: slice
+    kv_heads: slice
+    heads: slice  # query heads
+    group: int  # query heads of one key head
+    own_keys: bool  # each query head gets its own copy of a key tile, because what is hidden differs between heads
+    len_q: int
+    len_k: int
+    lengths: tuple[Tensor, Tensor] | None  # (B, 1, 1, 1): the true lengths where the host must not read them, else None
+    host: bool  # the host may read values without waiting for a device
+    tiles: TileSizes
+    dtype: torch.dtype
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def offset(self) -> int | Tensor:
+        """Position of query 0 among the keys."""
+        return self.len_k - self.len_q if self.lengths is None else self.lengths[1] - self.lengths[0]
+
+    def arange(self, part: slice) -> Tensor:
+        return torch.arange(part.start, part.stop, device=self.t.q.device)
+
+    def rows(self, i: slice) -> Tensor:
+        return self.arange(i).view(1, 1, -1, 1)
+
+    def columns(self, j: slice) -> Tensor:
+        return self.arange(j).view(1, 1, 1, -1)
+
+    def part(self, x: Tensor, *index: slice) -> Tensor:
+        """The piece of a broadcast (B, Hq, ...) tensor that belongs to these batch items, these heads and `index`."""
+        wanted = (self.b, self.heads, *index)
+        return x[tuple(s if size != 1 else slice(None) for s, size in zip(wanted, x.shape, strict=True))]
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Uninitialised memory that every step uses again: fresh pages for each tile would cost more than the arithmetic on it."""
+        size = 1
+        for n in shape:
+            size *= n
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.t.q.device)
+        return self.buffers[name][:size].view(shape)
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """(C, R, n) as the matrix products see it -> (B, H, M, n)."""
+        batch, heads = self.b.stop - self.b.start, self.heads.stop - self.heads.start
+        return x.view(batch, heads, x.shape[0] * x.shape[1] // (batch * heads), x.shape[2])
+
+    def per_key_tile(self, x: Tensor) -> Tensor:
+        """(B, H, M, n) -> (C, R, n): the rows of all query heads that multiply one copy of a key tile stand together."""
+        batch, heads, rows, width = x.shape
+        fold = 1 if self.own_keys else self.group
+        return x.reshape(batch * heads // fold, fold * rows, width)
+
+
+def chunks(t: Operands, r: Rules) -> Iterator[Chunk]:
+    """Cuts batch and heads so that one step has about `TileSizes.scores` scores."""
+    batch, heads, seqlen_q, _ = t.q.shape
+    kv_heads, seqlen_k = t.k.shape[1:3]
+    if batch == 0 or heads == 0:
+        return
+    group = heads // kv_heads
+    host = t.q.device.type == "cpu"
+    used = [None if x is None else x.long().clamp(0, n) for x, n in ((t.seqused_q, seqlen_q), (t.seqused_k, seqlen_k))]
+    ragged = any(x is not None for x in used)
+
+    limit = CPU_TILES if host else DEVICE_TILES
+    block_m = max(1, min(limit.block_m, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
+    block_n = max(1, min(seqlen_k, max(limit.block_n, min(16 * limit.block_n, limit.block_m * limit.block_n // block_m))))
+    together = max(1, limit.scores // (group * block_m * block_n))  # key heads of a step, of one batch item or of several
+    step_h = min(kv_heads, together)
+    step_b = 1 if (ragged and host) or step_h < kv_heads else max(1, together // kv_heads)
+
+    by_head = (t.mask is not None and t.mask.shape[1] > 1) or (t.bias is not None and t.bias.shape[1] > 1)
+    own_keys = group > 1 and (by_head or bool(r.score_mod) or bool(r.mask_mod))
+    for b in pieces(0, batch, step_b):
+        len_q, len_k, lengths = seqlen_q, seqlen_k, None
+        if ragged and host:
+            len_q, len_k = (n if x is None else int(x[b.start]) for x, n in zip(used, (seqlen_q, seqlen_k), strict=True))
+        elif ragged:
+            full = (torch.full_like(next(x for x in used if x is not None), n) for n in (seqlen_q, seqlen_k))
+            lengths = tuple((y if x is None else x)[b].view(-1, 1, 1, 1) for x, y in zip(used, full, strict=True))
+        for kv in pieces(0, kv_heads, step_h):
+            yield Chunk(
+                t=t,
+                r=r,
+                b=b,
+                kv_heads=kv,
+                heads=slice(kv.start * group, kv.stop * group),
+                group=group,
+                own_keys=own_keys,
+                len_q=len_q,
+                len_k=len_k,
+                lengths=lengths,
+                host=host,
+                tiles=TileSizes(block_m, block_n, limit.scores),
+                dtype=accumulator_dtype(t.q.dtype),
+            )
+
+
+def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Cuts start..stop into the fewest pieces of at most `size`, about equally long."""
+    count = -(-(stop - start) // size)
+    for n in range(count):
+        yield slice(start + n * (stop - start) // count, start + (n + 1) * (stop - start) // count)
+
+
+# ------------------------------------------------------------------------------------------------------------ what is visible
+
+
+def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
+    """The key tiles that some query of tile `i` may see, each with what is hidden in it: bool, broadcasts to (B, H, M, N); None: nothing."""
+    start, stop = 0, c.len_k
+    if c.lengths is None:
+        if c.r.window_left >= 0:
+            start = max(start, i.start + c.offset - c.r.window_left)
+        if c.r.window_right >= 0:
+            stop = min(stop, i.stop + c.offset + c.r.window_right)
+    if start >= stop:
+        return
+    for j in pieces(start, stop, c.tiles.block_n):
+        hidden = None
+        for condition in hiding_conditions(c, i, j):
+            if not c.host or condition.any():
+                hidden = condition if hidden is None else hidden | condition
+        if hidden is None or not c.host or not hidden.all():
+            yield j, hidden
+
+
+def hiding_conditions(c: Chunk, i: slice, j: slice) -> Iterator[Tensor]:
+    """Every reason why a score of tile (i, j) may be hidden, apart from what `score_mod` decides."""
+    t, r = c.t, c.r
+    # Distance of the tile's corners from the diagonal; with lengths on the device nothing is known and all conditions apply.
+    known = c.lengths is None
+    if r.window_right >= 0 and not (known and j.stop - 1 <= i.start + c.offset + r.window_right):
+        yield c.columns(j) > c.rows(i) + c.offset + r.window_right
+    if r.window_left >= 0 and not (known and j.start >= i.stop - 1 + c.offset - r.window_left):
+        yield c.columns(j) < c.rows(i) + c.offset - r.window_left
+    if c.lengths is not None:
+        len_q, len_k = c.lengths
+        yield (c.rows(i) >= len_q) | (c.columns(j) >= len_k)
+    if t.mask is not None:
+        yield ~c.part(t.mask, i, j)
+    if t.bias is not None:
+        yield c.part(t.bias, i, j) == NEG_INF
+    if r.mask_mod:
+        yield ~program(r.mask_mod).evaluate(indices(c, i, j), t.captured)
+
+
+def program(text: str) -> Any:
+    from ..score_mod import Program  # few calls have one
+
+    return Program.parse(text)
+
+
+def indices(c: Chunk, i: slice, j: slice) -> dict[str, Tensor]:
+    """What a traced program reads: batch item, query head, query, key and position, each broadcasting to (B, H, M, N)."""
+    rows = c.rows(i)
+    return {
+        "b": c.arange(c.b).view(-1, 1, 1, 1),
+        "h": c.arange(c.heads).view(1, -1, 1, 1),
+        "q_idx": rows,
+        "kv_idx": c.columns(j),
+        "p": rows + c.offset,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ steps of the loop
+
+
+def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None) -> Tensor:
+    """(C, R, D): a tile of q, out or dout in the accumulator dtype; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
+    tile = x[c.b, c.heads, i].to(c.dtype)
+    if hidden is not None:
+        tile = tile.masked_fill(hidden, 0.0)
+    return c.per_key_tile(tile)
+
+
+def load_keys(c: Chunk, x: Tensor, j: slice, hidden: Tensor | None) -> Tensor:
+    """(C, N, D): a tile of k or v in the accumulator dtype. Keys hidden from the whole tile are 0: a NaN there must meet no product."""
+    tile = x[c.b, c.kv_heads, j].to(c.dtype)
+    if c.own_keys:
+        tile = tile.repeat_interleave(c.group, 1)
+    if hidden is not None:
+        tile = tile.masked_fill(hidden.all(2).unsqueeze(-1), 0.0)
+    return tile.flatten(0, 1)
+
+
+class Scores(NamedTuple):
+    """The scores of a tile and what their derivative needs."""
+
+    s: Tensor  # (C, R, N), -inf where hidden
+    hidden: Tensor | None
+    tanh: Tensor | None  # (C, R, N) of the softcap
+    raw: Tensor | None  # (B, H, M, N): what score_mod saw
+
+
+def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: slice, hidden: Tensor | None, keep: bool = False) -> Scores:
+    """Scaled products, softcap, bias, ALiBi, score function, mask; `q` (C, R, D) carries the scale. `keep` is for the backward pass."""
+    t, r, tanh, raw = c.t, c.r, None, None
+    s = torch.bmm(q, k.mT, out=c.buffer("s", *q.shape[:2], k.shape[1]))
+    if r.softcap > 0:
+        s.div_(r.softcap).tanh_()
+        tanh = c.buffer("tanh", *s.shape).copy_(s) if keep else None
+        s.mul_(r.softcap)
+    tile = c.per_head(s)  # (B, H, M, N), the same memory
+    if t.bias is not None:
+        tile.add_(c.part(t.bias, i, j))
+    if t.alibi_slopes is not None:
+        tile.addcmul_(c.part(t.alibi_slopes)[..., None, None].to(c.dtype), distances(c, i, j), value=-1)
+    if r.score_mod:
+        raw = tile.clone() if keep else tile
+        tile.copy_(program(r.score_mod).evaluate({"score": raw, **indices(c, i, j)}, t.captured))
+        masked = tile == NEG_INF
+        hidden = masked if hidden is None else masked | hidden
+    if hidden is not None:
+        tile.masked_fill_(hidden, NEG_INF)
+    return Scores(s, hidden, tanh, raw)
+
+
+def distances(c: Chunk, i: slice, j: slice) -> Tensor:
+    """|p - j|, broadcasts to (B, H, M, N)."""
+    return (c.rows(i) + c.offset - c.columns(j)).abs_().to(c.dtype)
+
+
+def online_softmax_update(s: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    """Moves the state (m, l) past one tile. Returns p = exp(s - m), in the memory of s, and the factor for what was summed before."""
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    reference = finite(m_new)
+    p = s.sub_(reference).exp_()
+    alpha = (m - reference).exp_()
+    l.mul_(alpha).add_(p.sum(-1, keepdim=True))
+    m.copy_(m_new)
+    return p, alpha
+
+
+def finite(m: Tensor) -> Tensor:
+    """The maximum to subtract: 0 for a row that has seen no key yet, as (-inf) - (-inf) would be NaN."""
+    return m.masked_fill(m == NEG_INF, 0.0)
+
+
+def accumulate(o: Tensor, alpha: Tensor, p: Tensor, v: Tensor) -> None:
+    """o <- alpha * o + p v."""
+    o.mul_(alpha).baddbmm_(p, v)
+
+
+def drop(c: Chunk, x: Tensor, i: slice, j: slice) -> Tensor:
+    """Sets to 0, in place, what dropout does not keep; the factor 1 / (1 - p) is applied to whole rows elsewhere."""
+    index = indices(c, i, j)
+    keep = keep_mask(c.t.dropout_seed, c.r.dropout_p, index["b"], index["h"], index["q_idx"], j.start, j.stop)
+    c.per_head(x).masked_fill_(keep.logical_not_(), 0.0)
+    return x
+
+
+# ------------------------------------------------------------------------------------------------------------ forward
+
+
+def forward(t: Operands, r: Rules, out: Outputs) -> None:
+    """Fills every buffer of `out`: see `plan.Outputs` for their shapes.
+
+    Auxiliary outputs other than `max_logits` take a second pass over the tiles, since they need the final LSE.
+    """
+    if out.max_logits is not None:
+        out.max_logits.fill_(NEG_INF)
+    if out.key_mass is not None:
+        out.key_mass.zero_()
+    for c in chunks(t, r):
+        for i in pieces(0, c.len_q, c.tiles.block_m):
+            forward_tile(c, i, out)
+        rest = slice(c.len_q, t.q.shape[2])
+        out.out[c.b, c.heads, rest].zero_()
+        out.lse[c.b, c.heads, rest].fill_(NEG_INF)
+        if out.entropy is not None:
+            out.entropy[c.b, c.heads, rest].zero_()
+
+
+def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
+    """Output and LSE of one tile of queries."""
+    t, r = c.t, c.r
+    q = load_queries(c, t.q, i) * r.softmax_scale
+    m = q.new_full((*q.shape[:2], 1), NEG_INF)
+    l = torch.zeros_like(m)
+    o = q.new_zeros((*q.shape[:2], t.v.shape[3]))
+    for j, hidden in key_tiles(c, i):
+        s, hidden, *_ = scores(c, q, load_keys(c, t.k, j, hidden), i, j, hidden)
+        p, alpha = online_softmax_update(s, m, l)
+        if r.dropout_p > 0:
+            drop(c, p, i, j)
+        accumulate(o, alpha, p, load_keys(c, t.v, j, hidden))
+
+    if out.max_logits is not None:
+        best = out.max_logits[c.heads]
+        torch.maximum(best, c.per_head(m).amax((0, 2, 3)), out=best)
+    if t.sink is not None:
+        join_sink(c, m, l, o)
+    lse = c.per_head(m + l.log())  # (B, H, M, 1); an empty row: -inf + log(0)
+    if t.sink is not None and c.lengths is not None:
+        lse.masked_fill_(c.rows(i) >= c.lengths[0], NEG_INF)
+    o.div_(l.masked_fill_(l == 0, 1.0).mul_(1.0 - r.dropout_p))
+    out.out[c.b, c.heads, i] = c.per_head(o)
+    out.lse[c.b, c.heads, i] = lse.squeeze(-1)
+    if out.key_mass is not None or out.entropy is not None:
+        auxiliary_outputs(c, i, q, finite_or_empty(c, lse), out)
+
+
+def join_sink(c: Chunk, m: Tensor, l: Tensor, o: Tensor) -> None:
+    """The sink is one more key, whose value is 0."""
+    sink = c.per_key_tile(c.t.sink[c.heads].to(c.dtype).view(1, -1, 1, 1).expand_as(c.per_head(m)))
+    m_new = torch.maximum(m, sink)
+    reference = finite(m_new)
+    alpha = (m - reference).exp_()
+    l.mul_(alpha).add_(sink.sub(reference).exp_())
+    o.mul_(alpha)
+    m.copy_(m_new)
+
+
+def finite_or_empty(c: Chunk, lse: Tensor) -> Tensor:
+    """(B, H, M, 1) -> (C, R, 1): the LSE to subtract. +inf stands for an empty row, so that exp(s - lse) is 0 for every s."""
+    return c.per_key_tile(lse.masked_fill(lse == NEG_INF, float("inf")))
+
+
+def log_probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """ln p in the memory of s, with 0 in place of -inf: it is only ever multiplied by p, and 0 ln 0 counts as 0."""
+    s.sub_(lse)
+    return s.masked_fill(s == NEG_INF, 0.0)
+
+
+def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) -> None:
+    """The second pass: sum of p over queries for each key, and -sum p ln p over keys for each query. P is taken before dropout."""
+    entropy = torch.zeros_like(lse)
+    for j, hidden in key_tiles(c, i):
+        s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
+        log_p = log_probabilities(s, lse) if out.entropy is not None else s.sub_(lse)
+        p = s.exp() if log_p is s else s.exp_()
+        if out.key_mass is not None:
+            out.key_mass[c.b, c.heads, j] += c.per_head(p).sum(2)
+        if out.entropy is not None:
+            entropy.sub_(log_p.mul_(p).sum(-1, keepdim=True))
+    if out.entropy is not None:
+        out.entropy[c.b, c.heads, i] = c.per_head(entropy).squeeze(-1)
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
+    """Fills every buffer of `grads` that is not None: see `plan.Gradients`. Sums run in one fixed order: the same bits on every run."""
+    nobody = (grads.dk, grads.dv) if t.q.numel() == 0 else ()  # without query heads no chunk writes these
+    for x in (grads.dbias, grads.dalibi_slopes, grads.dsink, *grads.dcaptured, *nobody):
+        if x is not None:
+            x.zero_()
+    for c in chunks(t, r):
+        kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
+        totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
+        for i in pieces(0, c.len_q, c.tiles.block_m):
+            backward_tile(c, i, saved, cot, grads, *totals)
+        if grads.dq is not None:
+            grads.dq[c.b, c.heads, c.len_q :].zero_()
+        for grad, total in zip((grads.dk, grads.dv), totals, strict=True):
+            if grad is not None:
+                grad[c.b, c.kv_heads] = total.view(grad[c.b, c.kv_heads].shape)
+
+
+def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Gradients, dk: Tensor | None, dv: Tensor | None) -> None:
+    """What one tile of queries adds to every gradient. dk (C, Sk, D) and dv (C, Sk, Dv) are running sums in the accumulator dtype."""
+    t, r = c.t, c.r
+    lse = saved.lse[c.b, c.heads, i].unsqueeze(-1)  # (B, H, M, 1)
+    empty = lse == NEG_INF
+    lse = finite_or_empty(c, lse)
+    q = load_queries(c, t.q, i, empty) * r.softmax_scale
+    dout = None if cot.dout is None else load_queries(c, cot.dout, i, empty)
+    delta = row_terms(c, i, q, lse, empty, dout, saved, cot)
+    if grads.dsink is not None:
+        add_sink_gradient(c, lse, delta, grads.dsink)
+    if dout is not None and r.dropout_p > 0:
+        dout = dout / (1.0 - r.dropout_p)
+
+    dq = torch.zeros_like(q)
+    need_ds = dk is not None or any(x is not None for x in (grads.dq, grads.dbias, grads.dalibi_slopes, *grads.dcaptured))
+    for j, hidden in key_tiles(c, i):
+        k = load_keys(c, t.k, j, hidden)
+        tile = scores(c, q, k, i, j, hidden, keep=True)
+        daux = auxiliary_cotangents(c, i, j, tile.s, lse, cot)
+        p = tile.s.exp_() if daux is not None else tile.s.sub_(lse).exp_()
+        dp = None
+        if dout is not None and need_ds:
+            v = load_keys(c, t.v, j, tile.hidden)
+            dp = torch.bmm(dout, v.mT, out=c.buffer("dp", *p.shape))
+            if r.dropout_p > 0:
+                drop(c, dp, i, j)
+        if need_ds:
+            ds = score_gradients(c, p, dp, daux, delta)
+            if r.score_mod:
+                k = load_keys(c, t.k, j, tile.hidden)
+            add_parameter_gradients(c, i, j, tile, ds, grads)
+            dq.baddbmm_(ds, k)
+            if dk is not None:
+                add_to_keys(c, dk, ds, q, j)
+        if dv is not None and dout is not None:
+            add_to_keys(c, dv, drop(c, p, i, j) if r.dropout_p > 0 else p, dout, j)
+    if grads.dq is not None:
+        grads.dq[c.b, c.heads, i] = c.per_head(dq.mul_(r.softmax_scale))
+
+
+def row_terms(c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: Tensor | None, saved: Saved, cot: Cotangents) -> Tensor:
+    """D_i = sum_j p_ij dp_ij - dlse_i, (C, R, 1): the part of dS that a whole row shares. sum_j p_ij (dout_i . v_j) is out_i . dout_i."""
+    delta = torch.zeros_like(lse)
+    if dout is not None:
+        delta.add_((load_queries(c, saved.out, i, empty) * dout).sum(-1, keepdim=True))
+    if cot.dlse is not None:
+        delta.sub_(load_queries(c, cot.dlse.unsqueeze(-1), i, empty))
+    if cot.dkey_mass is not None or cot.dentropy is not None:
+        for j, hidden in key_tiles(c, i):
+            s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
+            daux = auxiliary_cotangents(c, i, j, s, lse, cot)
+            delta.add_(daux.mul_(s.exp_()).sum(-1, keepdim=True))
+    return delta
+
+
+def auxiliary_cotangents(c: Chunk, i: slice, j: slice, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
+    """The derivative of the loss with respect to p_ij through key_mass and entropy, (C, R, N); leaves ln p in the memory of s."""
+    if cot.dkey_mass is None and cot.dentropy is None:
+        return None
+    log_p = log_probabilities(s, lse)
+    hidden = s == NEG_INF
+    if cot.dentropy is None:
+        daux = log_p.zero_()
+    else:
+        daux = log_p.add_(1.0).mul_(c.per_key_tile(cot.dentropy[c.b, c.heads, i].unsqueeze(-1))).neg_()
+    if cot.dkey_mass is not None:
+        c.per_head(daux).add_(cot.dkey_mass[c.b, c.heads, j].unsqueeze(2))
+    return daux.masked_fill_(hidden, 0.0)
+
+
+def score_gradients(c: Chunk, p: Tensor, dp: Tensor | None, daux: Tensor | None, delta: Tensor) -> Tensor:
+    """dS = P (dP - D), in a buffer of its own."""
+    if dp is None:
+        dp = c.buffer("dp", *p.shape).zero_()
+    if daux is not None:
+        dp.add_(daux)
+    return dp.sub_(delta).mul_(p)
+
+
+def add_parameter_gradients(c: Chunk, i: slice, j: slice, tile: Scores, ds: Tensor, grads: Gradients) -> None:
+    """Walks back from the final score to the scaled product, in place in `ds`, and adds to each parameter's gradient on the way."""
+    t, r = c.t, c.r
+    ds_tile = c.per_head(ds)
+    if r.score_mod:
+        raw = tile.raw.masked_fill_(tile.hidden, 0.0)  # its gradient there is 0, and 0 times a NaN must not appear
+        dscore, dcaptured = program(r.score_mod).vjp({"score": raw, **indices(c, i, j)}, t.captured, ds_tile.clone())
+        ds_tile.copy_(dscore).masked_fill_(tile.hidden, 0.0)
+        for total, part in zip(grads.dcaptured, dcaptured, strict=True):
+            if total is not None and part is not None:
+                total.add_(part)
+    if grads.dbias is not None:
+        total = c.part(grads.dbias, i, j)
+        total.add_(ds_tile.sum_to_size(total.shape))
+    if grads.dalibi_slopes is not None:
+        total = c.part(grads.dalibi_slopes)
+        total.sub_((ds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))
+    if tile.tanh is not None:
+        ds.addcmul_(ds, tile.tanh.square_(), value=-1)
+
+
+def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> None:
+    """The sink has a probability and no value: its dS is -p D, summed over everything it serves."""
+    p = (c.t.sink[c.heads].to(c.dtype).view(1, -1, 1, 1) - c.per_head(lse)).exp_()
+    dsink[c.heads].sub_((p * c.per_head(delta)).sum((0, 2, 3)))
+
+
+def add_to_keys(c: Chunk, total: Tensor, x: Tensor, rows: Tensor, j: slice) -> None:
+    """total[:, j] += x^T rows, for x (C, R, N) and rows (C, R, D), summed over the query heads of each key head."""
+    part = total[:, j]
+    if c.own_keys:
+        part.add_(torch.bmm(x.mT, rows).unflatten(0, (-1, c.group)).sum(1))
+    else:
+        part.baddbmm_(x.mT, rows)
