@@ -139,11 +139,11 @@ def attention(
         seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         deterministic=deterministic, layout=layout, backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
     )  # fmt: skip
+    result: tuple[Tensor, ...]
     if backend == "reference":
         full = reference.attention_full(**prepared.reference_arguments)
-        result = (full.out.to(out_dtype or prepared.op_arguments["q"].dtype), *full[1:])
         accumulate = plan.accumulator_dtype(q.dtype)
-        result = (result[0], *(x.to(accumulate) for x in result[1:]))
+        result = (full.out.to(out_dtype or prepared.op_arguments["q"].dtype), *(x.to(accumulate) for x in full[1:]))
     else:
         result = ops.attention_forward(**prepared.op_arguments)
     if not prepared.wants_aux:
@@ -264,7 +264,11 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu", "xpu", "mps") or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v)
 
 
 def _finite(name: str, value: float) -> float:

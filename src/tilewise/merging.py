@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
     return merged.to(first.dtype), lse
 
 
-def _lse_to_out(ndim: int, layout: str):
+def _lse_to_out(ndim: int, layout: str) -> Callable[[Tensor], Tensor]:
     """How an LSE is turned to broadcast against an output."""
     if ndim == 4 and layout == "bhsd":
         return lambda lse: lse[..., None]

@@ -292,7 +292,7 @@ class _Attention(torch.autograd.Function):
         split = len(_FORWARD_ARGS) - 1
         position = _FORWARD_ARGS.index("captured")
 
-        def regroup(flat):
+        def regroup(flat: Any) -> list[Any]:
             return [*flat[:position], list(flat[split:]), *flat[position:split]]
 
         return _vmap_forward(info, regroup(in_dims), *regroup(args))
@@ -315,7 +315,7 @@ class _AttentionBackward(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, count: int, *args: Any) -> Any:
         position = _BACKWARD_ARGS.index("captured")
 
-        def regroup(flat):
+        def regroup(flat: Any) -> list[Any]:
             return [*flat[:position], list(flat[position : position + count]), *flat[position + count :]]
 
         outs, dims = _vmap_backward(info, regroup(in_dims[1:]), *regroup(args))
@@ -351,7 +351,7 @@ def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[
         return _fold(op, names, size, args, dims)
 
     def element(index: int) -> list[Any]:
-        def pick(value, dim):
+        def pick(value: Any, dim: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return [pick(x, d) for x, d in zip(value, dim, strict=True)] if isinstance(dim, (list, tuple)) else value
             return value.select(dim, index) if dim is not None and isinstance(value, Tensor) else value
