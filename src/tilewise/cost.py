@@ -49,83 +49,44 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Ceilings of one device in operations and bytes a second; 0 where unknown. `source` says whether they were measured."""
+    """One device: its ceilings in operations and bytes a second (0 where unknown), and what kernels ask about it.
+
+    `source` says whether the ceilings were measured. `shared_memory` is what one block may use, in bytes.
+    """
 
     name: str
-    matmul: dict[str, float]  # by dtype: float16, bfloat16, float32, tf32
+    matmul: dict[str, float]  # by dtype: float16, bfloat16, float32, float64, tf32
     bandwidth: float
     exponentials: float = 0.0
     memory_bytes: int = 0
-    source: str = "datasheet"
-    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
-    shared_memory: int = 0  # bytes that one block may use
+    capability: tuple[int, int] = (0, 0)
+    shared_memory: int = 0
     hip: bool = False
+    source: str = "datasheet"
 
     def matmul_rate(self, dtype: str, allow_tf32: bool = False) -> float:
         """Matrix-product ceiling for `dtype` ("bfloat16", ...); float32 uses the TF32 rate where products may use it."""
         return self.matmul.get("tf32" if dtype == "float32" and allow_tf32 else dtype, 0.0)
 
 
+def _rates(half: float, tf32: float, float32: float, float64: float = 0.0) -> dict[str, float]:
+    """Matrix-product ceilings by dtype, from TFLOP/s."""
+    by_dtype = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": float32, "float64": float64}
+    return {dtype: rate * 1e12 for dtype, rate in by_dtype.items()}
+
+
 # Measured: the median of a large bf16 product (8192^3) and of a large device-to-device copy (read + write). Exponentials:
 # 16 a cycle and multiprocessor (Shah et al. 2024, "FlashAttention-3", section 3.1, gives 3.9e12 a second for Hopper).
-_HOPPER = {"float16": 989e12, "bfloat16": 989e12, "tf32": 494e12, "float32": 67e12, "float64": 67e12}
+_SM80, _SM89, _SM90, _GFX942 = 166_912, 101_376, 232_448, 65_536
+_GB = 10**9
 DEVICES = (
-    Device(
-        "NVIDIA H200",
-        {**_HOPPER, "float16": 783e12, "bfloat16": 783e12},
-        4.30e12,
-        3.9e12,
-        141 * 10**9,
-        "measured",
-        capability=(9, 0),
-        shared_memory=232448,
-    ),
-    Device("NVIDIA H100", _HOPPER, 3.35e12, 3.9e12, 80 * 10**9, capability=(9, 0), shared_memory=232448),
-    Device(
-        "NVIDIA A100",
-        {"float16": 312e12, "bfloat16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 19.5e12},
-        2.04e12,
-        2.4e12,
-        80 * 10**9,
-        capability=(8, 0),
-        shared_memory=166912,
-    ),
-    Device(
-        "NVIDIA GeForce RTX 4090",
-        {"float16": 165e12, "bfloat16": 165e12, "tf32": 82.6e12, "float32": 82.6e12},
-        1.01e12,
-        5.2e12,
-        24 * 10**9,
-        capability=(8, 9),
-        shared_memory=101376,
-    ),
-    Device(
-        "NVIDIA L40S",
-        {"float16": 362e12, "bfloat16": 362e12, "tf32": 183e12, "float32": 91.6e12},
-        0.864e12,
-        5.7e12,
-        48 * 10**9,
-        capability=(8, 9),
-        shared_memory=101376,
-    ),
-    Device(
-        "NVIDIA B200",
-        {"float16": 2250e12, "bfloat16": 2250e12, "tf32": 1100e12, "float32": 75e12},
-        8.0e12,
-        0.0,
-        180 * 10**9,
-        capability=(10, 0),
-        shared_memory=232448,
-    ),
-    Device(
-        "AMD Instinct MI300X",
-        {"float16": 1307e12, "bfloat16": 1307e12, "float32": 163e12},
-        5.3e12,
-        0.0,
-        192 * 10**9,
-        shared_memory=65536,
-        hip=True,
-    ),
+    Device("NVIDIA H200", _rates(783, 494, 67, 67), 4.30e12, 3.9e12, 141 * _GB, (9, 0), _SM90, source="measured"),
+    Device("NVIDIA H100", _rates(989, 494, 67, 67), 3.35e12, 3.9e12, 80 * _GB, (9, 0), _SM90),
+    Device("NVIDIA A100", _rates(312, 156, 19.5, 19.5), 2.04e12, 2.4e12, 80 * _GB, (8, 0), _SM80),
+    Device("NVIDIA GeForce RTX 4090", _rates(165, 82.6, 82.6), 1.01e12, 5.2e12, 24 * _GB, (8, 9), _SM89),
+    Device("NVIDIA L40S", _rates(362, 183, 91.6), 0.864e12, 5.7e12, 48 * _GB, (8, 9), _SM89),
+    Device("NVIDIA B200", _rates(2250, 1100, 75, 40), 8.0e12, 0.0, 180 * _GB, (10, 0), _SM90),
+    Device("AMD Instinct MI300X", _rates(1307, 654, 163, 163), 5.3e12, 0.0, 192 * _GB, (9, 4), _GFX942, hip=True),
 )
 
 
