@@ -1,0 +1,48 @@
+"""Portable Triton kernels, forward and backward, for every GPU that Triton serves. Nothing here imports Triton before a call runs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
+
+MAX_HEAD_DIM = 256
+
+
+def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:
+    """Why these kernels cannot serve a call, in words; None if they can. Reads shapes and dtypes only."""
+    dims = (t.q.shape[3], t.v.shape[3])
+    aux = sorted(request.aux)
+    reasons = {
+        "Triton is not installed (pip install triton)": find_spec("triton") is None,
+        f"Triton kernels run on NVIDIA and AMD GPUs, and the tensors are on {target.type!r}": target.type != "cuda",
+        f"Triton needs compute capability 8.0 or newer, and this device has {target.capability[0]}.{target.capability[1]}": (
+            not target.hip and target.capability < (8, 0)
+        ),
+        f"the dtype is {str(t.q.dtype).removeprefix('torch.')}, and these kernels take float16, bfloat16 and float32": (
+            t.q.element_size() not in (2, 4)
+        ),
+        f"head dims are {dims[0]} and {dims[1]}, and these kernels take 1 to {MAX_HEAD_DIM}": (
+            not all(1 <= dim <= MAX_HEAD_DIM for dim in dims)
+        ),
+        "score_mod is a program, which these kernels do not run": bool(r.score_mod),
+        "the mask is a program, which these kernels do not run": bool(r.mask_mod),
+        f"they do not compute {' and '.join(aux)}": bool(aux),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def forward(t: Operands, r: Rules, out: Outputs) -> None:
+    """Fill ``out.out`` and ``out.lse``; see `plan.Outputs`."""
+    from .forward import forward as run
+
+    run(t, r, out)
+
+
+def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
+    """Fill every gradient that `grads` asks for; see `plan.Gradients`."""
+    from .backward import backward as run
+
+    run(t, r, saved, cot, grads)

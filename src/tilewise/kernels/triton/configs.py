@@ -1,0 +1,133 @@
+"""Tile shapes, as data: a table by architecture, bits of the dtype, pass and head dim, and the shared memory that each takes.
+
+Entries for sm90 were measured on an H200; those of other architectures follow from their shared memory and register files. There is no
+tuning in a user's call: `choose` reads the table, and falls to smaller tiles where the device at hand has less shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One kernel's tiles: BLOCK_M queries by BLOCK_N keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False  # tiles come through tensor descriptors (TMA) where strides allow
+
+
+FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
+
+# Shared memory of one block in bytes, as the driver grants it.
+SHARED_LIMIT = {"sm80": 166_912, "sm86": 101_376, "sm90": 232_448, "sm100": 232_448, "sm120": 101_376, "gfx942": 65_536}
+
+# (architecture, bits, pass) -> {largest padded head dim: config}
+TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
+    ("sm90", 16, FORWARD): {
+        64: Config(128, 128, 8, 2, True),
+        128: Config(128, 128, 8, 2, True),
+        256: Config(128, 64, 8, 2, True),
+    },
+    ("sm90", 16, DKDV): {64: Config(128, 128, 8, 2, True), 128: Config(64, 128, 8, 2, True), 256: Config(64, 64, 8, 1, True)},
+    ("sm90", 16, DQ): {64: Config(128, 128, 8, 2, True), 128: Config(128, 64, 8, 2, True), 256: Config(64, 64, 8, 1, True)},
+    ("sm90", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
+    ("sm90", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    ("sm90", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
+    ("sm100", 16, FORWARD): {
+        64: Config(128, 128, 8, 2, True),
+        128: Config(128, 64, 8, 2, True),
+        256: Config(128, 32, 8, 2, True),
+    },
+    ("sm100", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(64, 128, 8, 1, True), 256: Config(32, 64, 8, 1, True)},
+    ("sm100", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 64, 8, 1, True), 256: Config(64, 32, 8, 1, True)},
+    ("sm100", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
+    ("sm100", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    ("sm100", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
+    ("sm80", 16, FORWARD): {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)},
+    ("sm80", 16, DKDV): {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2), 256: Config(32, 32, 8, 1)},
+    ("sm80", 16, DQ): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 8, 1)},
+    ("sm80", 32, FORWARD): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
+    ("sm80", 32, DKDV): {64: Config(32, 64, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+    ("sm80", 32, DQ): {64: Config(64, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+    ("gfx942", 16, FORWARD): {64: Config(128, 64, 4, 1), 128: Config(128, 64, 4, 1), 256: Config(64, 32, 4, 1)},
+    ("gfx942", 16, DKDV): {64: Config(32, 64, 4, 1), 128: Config(32, 64, 4, 1), 256: Config(16, 32, 4, 1)},
+    ("gfx942", 16, DQ): {64: Config(64, 32, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(32, 16, 4, 1)},
+    ("gfx942", 32, FORWARD): {64: Config(64, 32, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(32, 16, 4, 1)},
+    ("gfx942", 32, DKDV): {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    ("gfx942", 32, DQ): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+}
+for _bits in (16, 32):
+    for _pass in (FORWARD, DKDV, DQ):
+        TABLE["sm86", _bits, _pass] = TABLE["sm80", _bits, _pass]
+        TABLE["sm120", _bits, _pass] = TABLE["sm80", _bits, _pass]
+        # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
+        TABLE["interpreter", _bits, _pass] = {256: Config(32, 16, 1, 1)}
+
+# Where the table's choice does not fit: the first of these that does.
+SMALLER = (Config(64, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1))
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that a head dim is padded to inside the kernels.
+
+    >>> padded(1), padded(64), padded(96)
+    (16, 64, 128)
+    """
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv: int) -> int:
+    """Shared memory that a kernel takes at most: what it keeps through its loop, and every stage of what it walks."""
+    m, n, element = config.block_m, config.block_n, bits // 8
+    keys, queries = n * (block_d + block_dv), m * (block_d + block_dv)
+    if purpose == FORWARD:
+        kept, walked, scores = m * block_d, keys, 0
+    elif purpose == DQ:
+        kept, walked, scores = queries, keys, m * n
+    elif purpose == DKDV:
+        kept, walked, scores = keys, queries, m * n
+    else:
+        kept, walked, scores = 0, queries + keys, 0
+    return element * (kept + config.num_stages * walked + scores) + 1024
+
+
+def architecture(device: torch.device) -> str:
+    """The row of the table for a device; the closest older one for those that have none."""
+    if device.type != "cuda":
+        return "interpreter"
+    import torch
+
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    return {8: "sm80" if minor in (0, 7) else "sm86", 9: "sm90", 10: "sm100"}.get(major, "sm120")
+
+
+def shared_limit(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED_LIMIT["sm80"]
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def table_entry(arch: str, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
+    if purpose == DBIAS:
+        return Config(16, 16, 1, 1) if arch == "interpreter" else Config(64, 64 if max(block_d, block_dv) <= 128 and bits == 16 else 32, 4, 1)
+    row = TABLE[arch, bits, purpose]
+    return row[min(dim for dim in row if dim >= max(block_d, block_dv))]
+
+
+def choose(arch: str, limit: int, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
+    """The table's config, or the first smaller one whose shared memory is within `limit` bytes."""
+    candidates = (table_entry(arch, bits, purpose, block_d, block_dv), *SMALLER)
+    return next(c for c in candidates if c is candidates[-1] or shared_bytes(c, bits, purpose, block_d, block_dv) <= limit)

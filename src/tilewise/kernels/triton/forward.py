@@ -1,0 +1,157 @@
+"""The forward pass: one program a tile of queries, which walks the keys it can see and never holds more than a tile of scores.
+
+The order of the loops and the single division at the end are FlashAttention-2's (Dao 2023, arXiv:2307.08691, section 3.1); the running
+maximum is the online softmax of Milakov and Gimelshein (2018, arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from .configs import FORWARD
+from .launch import RUNTIME, Launch, alignment, contiguous, describable, source, strides
+from .tiles import (
+    LOG2E,
+    NEG_INF,
+    dropout_keep,
+    head_of,
+    hide_rows,
+    key_tile_range,
+    load_tile,
+    log_sum_exp,
+    matrix_of,
+    online_softmax_update,
+    scores,
+    store_tile,
+    used_length,
+)
+
+if TYPE_CHECKING:
+    from ...plan import Operands, Outputs, Rules
+
+
+@triton.jit
+def attend(
+    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, mask, base2, drop,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
+    len_k = span[1]
+    for n0 in tl.range(lo, hi, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, MASKED)  # [N, D]
+        qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
+        s, _ = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, MASKED)
+        m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if drop[0] is not None:
+            p = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), p, 0.0)
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, MASKED)  # [N, DV]
+        if MASKED and SANITIZE:
+            v_tile = hide_rows(v_tile, s != NEG_INF, 0)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
+    return acc, l, m
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attention_forward(
+    q_ref, k_ref, v_ref, out_ptr, lse_ptr,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
+    stride_ob: tl.int64, stride_oh: tl.int64, stride_os: tl.int64, stride_od,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
+    heads, group, size_q, size_k, scale, unit, unit_exact, softcap, window_left, window_right,
+    dropout_threshold: tl.int64, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A one-dimensional grid has no 65,535 limit. Tiles of one head are neighbours, so that they share its keys in L2; under a causal
+    # mask the longest come first.
+    num_m = tl.cdiv(size_q, BLOCK_M)
+    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+    if window_right is not None:
+        tile = num_m - 1 - tile
+    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    span = (len_q, len_k, window_left, window_right)
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+
+    q_head = head_of(q_ref, b, h, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, TMA)
+    k_head = head_of(k_ref, b, h // group, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, TMA)
+    v_head = head_of(v_ref, b, h // group, stride_vb, stride_vh, stride_vs, stride_vd, ALIGN, TMA)
+    bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
+    mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n)
+    slope, seed = None, None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
+    rules = (scale, softcap, slope, bias, len_k - len_q)
+    base2 = (unit, unit_exact)
+    drop = (seed, dropout_threshold, b, h)
+
+    m = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if sink_ptr is not None:  # a key without a value: the state after having seen it alone
+        sink = tl.load(sink_ptr + h).to(tl.float32)
+        m = tl.zeros_like(m) + (sink if NATURAL else sink * LOG2E)
+        l = tl.where(m > NEG_INF, 1.0, l)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, True)  # [M, D]
+
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
+    if bias_ptr is not None or mask_ptr is not None:
+        acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, lo, hi, span, rules, mask, base2, drop,
+                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+    else:
+        if window_left is not None:
+            acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, lo, full_lo, span, rules, mask, base2, drop,
+                               D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+        acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, full_lo, full_hi, span, rules, mask, base2, drop,
+                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, False)  # fmt: skip
+        acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, full_hi, hi, span, rules, mask, base2, drop,
+                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+
+    inside = offs_m < len_q
+    out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
+    out = tl.where(inside[:, None], out, 0.0)
+    lse = tl.where(inside, log_sum_exp(m, l, base2, NATURAL), NEG_INF)
+    out_head = head_of(out_ptr, b, h, stride_ob, stride_oh, stride_os, stride_od, ALIGN, False)
+    store_tile(out_head, out, m0, size_q, BLOCK_M, BLOCK_DV, DV)
+    tl.store(lse_ptr + bh.to(tl.int64) * size_q + offs_m, lse, mask=offs_m < size_q)
+
+
+def forward(t: Operands, r: Rules, out: Outputs) -> None:
+    """Fill ``out.out`` (B, Hq, Sq, Dv) and ``out.lse`` (B, Hq, Sq) on the current stream of the tensors' device."""
+    if out.lse.numel() == 0:
+        return
+    call = Launch(t, r)
+    config = call.config(FORWARD)
+    tma = config.descriptors and describable(t.q, t.k, t.v)
+    align = alignment(t.q, t.k, t.v, out.out)
+    programs = triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads
+    with call.device_guard():
+        attention_forward[(programs,)](
+            source(t.q, config.block_m, call.block_d, tma),
+            source(t.k, config.block_n, call.block_d, tma),
+            source(t.v, config.block_n, call.block_dv, tma),
+            out.out,
+            out.lse,
+            *strides(t.q, align),
+            *strides(t.k, align),
+            *strides(t.v, align),
+            *strides(out.out, align),
+            **call.rule_arguments(),
+            sink_ptr=contiguous(t.sink),
+            D=call.d, DV=call.dv, BLOCK_D=call.block_d, BLOCK_DV=call.block_dv, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            ALIGN=align, TMA=tma, NATURAL=call.natural, SANITIZE=call.sanitize, PRECISION=call.precision,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip

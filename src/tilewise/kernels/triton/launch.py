@@ -1,0 +1,147 @@
+"""What every launch needs: the arguments and compile-time choices that follow from the tensors and rules of one call."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from .configs import Config, architecture, choose, padded, shared_limit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Operands, Rules
+
+# Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
+RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
+RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
+RUNTIME += ["heads", "group", "size_q", "size_k", "window_left", "window_right", "dropout_threshold", "batch"]
+
+WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
+
+
+def raw_scores(scale: float, softcap: float, biased: bool) -> bool:
+    """Whether scores may stay `q·k` until the exponential: nothing is added to them, and the scale keeps their order."""
+    return scale > 0.0 and softcap == 0.0 and not biased
+
+
+def power_of_two_at_least(x: float) -> float:
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else min(exponent, 127))
+
+
+class Launch:
+    """The choices of one call that its kernels share, and their arguments."""
+
+    def __init__(self, t: Operands, r: Rules) -> None:
+        self.t, self.r = t, r
+        self.batch, self.heads, self.size_q, self.d = t.q.shape
+        self.heads_k, self.size_k, self.dv = t.v.shape[1:]
+        self.block_d, self.block_dv = padded(self.d), padded(self.dv)
+        self.bits = t.q.element_size() * 8
+        self.natural = not raw_scores(r.softmax_scale, r.softcap, t.bias is not None or t.alibi_slopes is not None)
+        # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
+        self.sanitize = any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
+        self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
+
+    def config(self, purpose: str) -> Config:
+        device = self.t.q.device
+        return choose(architecture(device), shared_limit(device), self.bits, purpose, self.block_d, self.block_dv)
+
+    def device_guard(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device, which need not be that of the tensors."""
+        if self.t.q.device.type != "cuda":
+            return nullcontext()
+        import torch
+
+        return torch.cuda.device(self.t.q.device)
+
+    def rule_arguments(self) -> dict[str, Any]:
+        """Everything but the tiles' own tensors, by the kernels' parameter names."""
+        t, r = self.t, self.r
+        log2e = 1.4426950408889634
+        unit = 1.0 if self.natural else r.softmax_scale * log2e
+        slopes = t.alibi_slopes
+        arguments = {
+            "slopes_ptr": slopes,
+            "stride_slopes_b": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+            "stride_slopes_h": 0 if slopes is None else slopes.stride(1),
+            "seqused_q_ptr": contiguous(t.seqused_q),
+            "seqused_k_ptr": contiguous(t.seqused_k),
+            "seed_ptr": t.dropout_seed if r.dropout_p > 0.0 else None,
+            "heads": self.heads,
+            "group": self.heads // max(self.heads_k, 1),
+            "size_q": self.size_q,
+            "size_k": self.size_k,
+            "scale": r.softmax_scale,
+            "unit": unit,
+            "unit_exact": power_of_two_at_least(unit),
+            "softcap": r.softcap if r.softcap > 0.0 else None,
+            "window_left": min(r.window_left, WIDEST_WINDOW) if r.window_left >= 0 else None,
+            "window_right": min(r.window_right, WIDEST_WINDOW) if r.window_right >= 0 else None,
+            "dropout_threshold": math.floor(r.dropout_p * 2**32),
+            "keep_scale": 1.0 / (1.0 - r.dropout_p),
+        }
+        for name, matrix in (("bias", t.bias), ("mask", t.mask)):
+            arguments[f"{name}_ptr"] = as_bytes(matrix)
+            for dim, stride in zip("bhmn", broadcast_strides(matrix), strict=True):
+                arguments[f"stride_{name}_{dim}"] = stride
+        return arguments
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Vectors of one number a batch item or head: too small for a stride to be worth an argument."""
+    return None if x is None else x.contiguous()
+
+
+def as_bytes(x: Tensor | None) -> Tensor | None:
+    import torch
+
+    return x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x
+
+
+def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides with 0 for every dimension of size 1."""
+    return (0,) * 4 if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def alignment(*tensors: Tensor) -> int:
+    """How many elements divide every stride and 16 bytes in all of `tensors`: 16 bytes' worth, or 1."""
+    step = 16 // min(x.element_size() for x in tensors)
+    outer = [s for x in tensors for s in broadcast_strides(x)[:3]]
+    aligned = all(s % step == 0 for s in outer) and all(inner_stride(x) is None and x.data_ptr() % 16 == 0 for x in tensors)
+    return step if aligned else 1
+
+
+def inner_stride(x: Tensor) -> int | None:
+    """The stride of the head dim, None where neighbours are adjacent: the only stride a compiled kernel knows."""
+    return None if x.shape[3] == 1 or x.stride(3) == 1 else x.stride(3)
+
+
+def strides(x: Tensor, align: int) -> tuple[int | None, ...]:
+    b, h, s, _ = broadcast_strides(x)
+    return b // align, h // align, s // align, inner_stride(x)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether tensor descriptors can address all of these: 16-byte rows, no broadcast dimension, nothing empty."""
+    return all(
+        x.numel() > 0
+        and x.element_size() == 2
+        and inner_stride(x) is None
+        and x.data_ptr() % 16 == 0
+        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+        for x in tensors
+    )
+
+
+def source(x: Tensor, rows: int, cols: int, by_descriptor: bool) -> Any:
+    """What a kernel reads tiles of [rows, cols] from: the tensor, or a descriptor of it."""
+    if not by_descriptor:
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # The stride of a dimension of size 1 is never used, but must be a multiple of 16 bytes.
+    outer = [8 * ((x.shape[3] + 7) // 8) if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*outer, 1], [1, 1, rows, cols])

@@ -1,0 +1,263 @@
+"""The steps of attention on one tile, each a short function: what the loops of `forward` and `backward` are written in.
+
+Tiles are [M, N] (queries by keys) or, where a kernel accumulates over queries, [N, M]. Functions that take `rows` and `cols` work in
+either orientation: they are index tiles that broadcast against each other, [M, 1] and [1, N] or [1, M] and [N, 1].
+
+Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple:
+
+    source  (ref, row_stride, dim_stride, b, h)   one head of one batch item; ref a tensor descriptor where row_stride is None
+    span    (len_q, len_k, window_left, window_right)
+    mask    (ptr, row_stride, col_stride)         likewise bias; ptr already at this batch item and head
+    rules   (scale, softcap, slope, bias, shift)  shift = len_k - len_q, the position of query 0 among the keys
+    base2   (unit, unit_exact)                    what turns raw scores into base-2 exponents, see `to_log2`
+    drop    (seed, threshold, b, h)
+
+Scores are RAW (`q·k`, the scale folded into the exponential's multiply-add) or NATURAL (`scale·q·k` with softcap, ALiBi and bias added).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
+HUGE: tl.constexpr = tl.constexpr(float(2**27))
+
+
+# ---- memory
+
+
+@triton.jit
+def head_of(ref, b, h, stride_b, stride_h, stride_s, stride_d, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """The source of one head. Strides count ALIGN elements, which proves to the compiler that rows start on 16 bytes."""
+    if TMA:
+        source = (ref, None, None, b, h)
+    else:
+        start = (b * stride_b + h * stride_h) * ALIGN
+        source = (ref + start, stride_s * ALIGN, stride_d, b, h)
+    return source
+
+
+@triton.jit
+def tile_pointers(source, row0, ROWS: tl.constexpr, COLS: tl.constexpr):
+    ptr, row_stride, dim_stride, b, h = source
+    offs_d = tl.arange(0, COLS)
+    if dim_stride is not None:
+        offs_d = offs_d.to(tl.int64) * dim_stride
+    offs = tl.arange(0, ROWS)[:, None] * row_stride + offs_d[None, :]
+    return ptr + row0 * row_stride + offs  # [ROWS, COLS]; strides are 64-bit, and so is what they multiply
+
+
+@triton.jit
+def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, GUARD: tl.constexpr):
+    """Rows [row0, row0 + ROWS) of a head, padded with zeros from DIM to COLS: [ROWS, COLS]. GUARD: some may lie past row_end.
+
+    A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
+    """
+    ref, row_stride, dim_stride, b, h = source
+    if row_stride is None:
+        tile = ref.load([b, h, row0, 0]).reshape(ROWS, COLS)
+    elif GUARD:
+        inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
+        tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=inside, other=0.0)
+    elif DIM < COLS:
+        tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=(tl.arange(0, COLS) < DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(tile_pointers(source, row0, ROWS, COLS))
+    return tile
+
+
+@triton.jit
+def store_tile(source, tile, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr):
+    inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
+    tl.store(tile_pointers(source, row0, ROWS, COLS), tile.to(source[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def hide_rows(tile, seen, AXIS: tl.constexpr):
+    """Zero the rows of a K, V, Q or dO tile that nothing in this tile of scores sees: 0 times what they hold could be NaN."""
+    return tl.where((tl.max(seen.to(tl.int32), AXIS) > 0)[:, None], tile, tl.zeros_like(tile))
+
+
+@triton.jit
+def used_length(seqused_ptr, b, size):
+    length = size
+    if seqused_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(seqused_ptr + b), 0), size)
+    return length
+
+
+@triton.jit
+def matrix_of(ptr, b, h, stride_b, stride_h, stride_m, stride_n):
+    """A bias or mask at one batch item and head; broadcast sizes have stride 0."""
+    start = ptr
+    if ptr is not None:
+        start = ptr + b * stride_b + h * stride_h
+    return (start, stride_m, stride_n)
+
+
+@triton.jit
+def load_matrix(matrix, rows, cols, inside):
+    ptr, stride_m, stride_n = matrix
+    return tl.load(ptr + (rows * stride_m + cols * stride_n), mask=inside, other=0)
+
+
+# ---- which tiles are visited, and which need a mask
+
+
+@triton.jit
+def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that queries [m0, m0 + BLOCK_M) see: lo <= full_lo <= full_hi, hi. Tiles of [full_lo, full_hi) need no mask; all but hi are tile starts."""
+    len_q, len_k, window_left, window_right = span
+    first = m0 + len_k - len_q  # positions of the first and the last query
+    last = tl.minimum(m0 + BLOCK_M, len_q) - 1 + len_k - len_q
+    lo, full_lo, hi, full_hi = 0, 0, len_k, len_k
+    if window_right is not None:
+        hi = tl.minimum(hi, last + window_right + 1)
+        full_hi = tl.minimum(full_hi, first + window_right + 1)
+    if window_left is not None:
+        lo = tl.maximum(first - window_left, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.cdiv(tl.maximum(tl.minimum(last - window_left, hi), 0), BLOCK_N) * BLOCK_N
+    hi = tl.where(m0 < len_q, hi, lo)
+    return lo, full_lo, tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo), hi
+
+
+@triton.jit
+def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Queries that see keys [n0, n0 + BLOCK_N), as `key_tile_range`; tiles start at lo, which is not a multiple of BLOCK_M."""
+    len_q, len_k, window_left, window_right = span
+    first = n0 - (len_k - len_q)  # queries that stand at the first and the last key
+    last = tl.minimum(n0 + BLOCK_N, len_k) - 1 - (len_k - len_q)
+    lo, full_lo, hi, full_hi = 0, 0, len_q, len_q
+    if window_right is not None:
+        lo = tl.minimum(tl.maximum(first - window_right, 0), len_q)
+        full_lo = lo + tl.cdiv(tl.minimum(tl.maximum(last - window_right, lo), len_q) - lo, BLOCK_M) * BLOCK_M
+    if window_left is not None:
+        hi = tl.minimum(hi, last + window_left + 1)
+        full_hi = tl.minimum(full_hi, first + window_left + 1)
+    hi = tl.where(n0 < len_k, hi, lo)
+    return lo, full_lo, tl.maximum(lo + tl.maximum(tl.minimum(full_hi, hi) - lo, 0) // BLOCK_M * BLOCK_M, full_lo), hi
+
+
+# ---- scores
+
+
+@triton.jit
+def visible(rows, cols, span, mask):
+    len_q, len_k, window_left, window_right = span
+    position = rows + (len_k - len_q)
+    seen = (rows < len_q) & (cols < len_k)
+    if window_left is not None:
+        seen &= cols >= position - window_left
+    if window_right is not None:
+        seen &= cols <= position + window_right
+    if mask[0] is not None:
+        seen &= load_matrix(mask, rows, cols, seen) != 0
+    return seen
+
+
+@triton.jit
+def scores(qk, rows, cols, span, rules, mask, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+    """Scores with -inf where hidden, and the softcapped products before anything was added (for the derivative of the cap)."""
+    scale, softcap, slope, bias, shift = rules
+    s = qk * scale if NATURAL else qk
+    if softcap is not None:
+        s = softcap * tanh(s / softcap)
+    capped = s
+    if slope is not None:
+        s -= slope * tl.abs(rows + shift - cols).to(tl.float32)
+    if MASKED:
+        seen = visible(rows, cols, span, mask)
+        if bias[0] is not None:
+            s += load_matrix(bias, rows, cols, seen).to(tl.float32)
+        # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
+        s = tl.where(seen, s, NEG_INF)
+    return s, capped
+
+
+@triton.jit
+def tanh(x):
+    """Within 2 ulp everywhere: a polynomial where 1 - 2 / (e^2x + 1) would cancel. Portable, unlike the vendors' libraries."""
+    z = x * x
+    small = x + x * z * (-0.3333333 + z * (0.13332924 + z * (-0.05387514 + z * (0.02111621 - z * 0.00627639))))
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.6, small, tl.where(x < 0, -large, large))
+
+
+# ---- softmax
+
+
+@triton.jit
+def to_log2(score, base2):
+    """Raw scores as base-2 exponents. Past 2^27, where rounding the maximum would shift all exponents of its row by more than an
+    exponential can hold, a power of two not below the unit stands in for it: that product is exact, and keys whose scores differ
+    at all differ there by so much that only those equal to the maximum count."""
+    unit, unit_exact = base2
+    return tl.where(tl.abs(score * unit) > HUGE, score * unit_exact, score * unit)
+
+
+@triton.jit
+def online_softmax_update(m, s, base2, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+    """The running maximum with this tile in it, the tile's weights relative to it, and what scales older sums: m, p, alpha.
+
+    RAW: m counts base-2 exponents, and one multiply-add serves each weight. NATURAL: m is a score and is subtracted before the change
+    of base, so that the largest finite scores survive. Rows that have seen nothing keep m = -inf without an (-inf) - (-inf).
+    """
+    top = tl.max(s, 1)
+    m_new = tl.maximum(m, top if NATURAL else to_log2(top, base2))
+    origin = tl.where(m_new == NEG_INF, 0.0, m_new) if MASKED else m_new
+    if NATURAL:
+        p = tl.exp2((s - origin[:, None]) * LOG2E)
+        alpha = tl.exp2((m - origin) * LOG2E)
+    else:
+        unit = tl.where(tl.abs(m_new) > HUGE, base2[1], base2[0])
+        p = tl.exp2(s * unit[:, None] - origin[:, None])
+        alpha = tl.exp2(m - origin)
+    return m_new, p, alpha
+
+
+@triton.jit
+def log_sum_exp(m, l, base2, NATURAL: tl.constexpr):
+    """The natural logarithm of the denominator, -inf where it is 0."""
+    if NATURAL:
+        lse = m + tl.log(l)
+    else:
+        lse = tl.where(tl.abs(m) > HUGE, m * (base2[0] / base2[1]), m + tl.log2(l)) * LN2
+    return tl.where(l == 0.0, NEG_INF, lse)
+
+
+@triton.jit
+def dropout_keep(offs_m, n0, BLOCK_N: tl.constexpr, drop):
+    """[M, N], True where the weight survives. Four neighbouring keys share one Philox call; n0 is a multiple of 4."""
+    seed, threshold, b, h = drop
+    quad = n0 // 4 + tl.arange(0, BLOCK_N // 4)
+    w0, w1, w2, w3 = tl.philox(seed, quad[None, :], offs_m[:, None], h, b)  # [M, N / 4] each
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(offs_m.shape[0], BLOCK_N)
+    return words >= threshold.to(tl.uint32)
+
+
+# ---- gradients
+
+
+@triton.jit
+def probabilities(s, lse, base2, NATURAL: tl.constexpr):
+    """Softmax from its saved denominator. `lse` is natural for NATURAL scores, base 2 for RAW ones, and +inf for rows without keys."""
+    return tl.exp2((s - lse) * LOG2E) if NATURAL else tl.exp2(s * base2[0] - lse)
+
+
+@triton.jit
+def score_gradient(p, dp, delta, s, MASKED: tl.constexpr):
+    ds = p * (dp - delta)
+    if MASKED:
+        ds = tl.where(s != NEG_INF, ds, 0.0)
+    return ds
+
+
+@triton.jit
+def product_gradient(ds, capped, rules):
+    """From the gradient of the scores to that of `scale·q·k`: back through the softcap."""
+    softcap = rules[1]
+    if softcap is not None:
+        ratio = capped / softcap
+        ds = ds * (1.0 - ratio * ratio)
+    return ds
