@@ -1,0 +1,463 @@
+"""Score and mask functions: traced into a program, evaluated on tiles with torch, differentiated.
+
+`trace_score_mod(f)` calls an ordinary Python function once with symbolic operands and returns what it computes as text, for example
+
+    score + f0[h, q_idx - kv_idx]
+
+together with the captured tensors that the text names f0 (floating), i1 (integer), b2 (boolean): the letter is the kind, the number
+the position in the list. Text and tensors are what a torch.library op can carry. `Program.parse` turns the text back into
+instructions; torch evaluates them here, kernels emit them as tile expressions, and `Program.derivative` is a list of the same
+instructions.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedAttention
+from .expressions import FUNCTIONS, VARIABLES, Expr, Graph, Instruction, Tracing, convert, where
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+    "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+}  # fmt: skip
+_PREFIX = {"neg": "-", "not": "~"}
+_DEEPEST = 24  # Python's parser gives up at about 100 nested brackets
+
+
+# --------------------------------------------------------------------------------------------------------------------- tracing
+
+
+def trace_score_mod(function: Callable[..., Any], device: torch.device | str | None = None, *, first: int = 0) -> tuple[str, list[Tensor]]:
+    """The program text of `function(score, b, h, q_idx, kv_idx)` and the tensors it captures, numbered from `first` in the text.
+
+    The function is called once. Lambdas, closures, bound methods and captured tensors (also such that require a gradient) work;
+    Python numbers become constants of the text. Works inside torch.compile(fullgraph=True).
+
+    Raises UnsupportedAttention for an operation outside the supported list and for Python control flow on symbolic operands.
+
+    >>> slopes = torch.tensor([0.5, 0.25])
+    >>> trace_score_mod(lambda score, b, h, q, k: score - slopes[h] * (q - k))[0]
+    'score - (f0[h] * float(q_idx - kv_idx))'
+    """
+    graph = Graph(device)
+    with Tracing():
+        result = function(*[graph.var(name) for name in ("score", "b", "h", "q_idx", "kv_idx")])
+        root = convert(_result(graph, result, "score_mod", "the new score"), "float")
+    return program_text(root, first=first)
+
+
+def trace_mask_mod(function: Callable[..., Any], device: torch.device | str | None = None, *, first: int = 0) -> tuple[str, list[Tensor]]:
+    """The program text of `function(b, h, q_idx, kv_idx)`, True where a query sees a key; otherwise as `trace_score_mod`.
+
+    >>> trace_mask_mod(lambda b, h, q, k: (q >= k) & (q - k < 64))[0]
+    '(q_idx >= kv_idx) & ((q_idx - kv_idx) < 64)'
+    """
+    graph = Graph(device)
+    with Tracing():
+        root = trace_mask(function, *[graph.var(name) for name in ("b", "h", "q_idx", "kv_idx")])
+    return program_text(root, first=first)
+
+
+def trace_mask(function: Callable[..., Any], b: Expr, h: Expr, q_idx: Expr, kv_idx: Expr) -> Expr:
+    """The boolean expression that a mask function makes of these operands, as part of their graph; call it within `Tracing`."""
+    root = _result(b.graph, function(b, h, q_idx, kv_idx), "the mask function", "a boolean")
+    if root.kind != "bool":
+        raise UnsupportedAttention(f"the mask function returns a value of kind {root.kind}; return a boolean, as in q_idx >= kv_idx")
+    return root
+
+
+def _result(graph: Graph, result: Any, name: str, wanted: str) -> Expr:
+    if result is None or isinstance(result, (tuple, list, dict)):
+        raise UnsupportedAttention(f"{name} returned {type(result).__name__}; it must return {wanted}")
+    return graph.lift(result)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ text
+
+
+def program_text(root: Expr, *, first: int = 0) -> tuple[str, list[Tensor]]:
+    """The text that computes `root`, and the tensors it reads in the order of their numbers, which count from `first`."""
+    graph = root.graph
+    uses = [0] * root.index + [1]
+    for position in range(root.index, -1, -1):
+        if uses[position]:
+            for argument in graph.instructions[position].args:
+                uses[argument] += 1
+    slots: list[int] = []
+    lines: list[str] = []
+    texts: list[str] = []
+    operators: list[bool] = []  # written with an operator outside all brackets
+    depths: list[int] = []
+    for position in range(root.index + 1):
+        instruction = graph.instructions[position]
+        text, depth, has_operator = "", 0, False
+        if uses[position]:
+            if instruction.op == "load" and instruction.value not in slots:
+                slots.append(instruction.value)
+            number = first + slots.index(instruction.value) if instruction.op == "load" else 0
+            has_operator = instruction.op in _INFIX or instruction.op in _PREFIX
+            args = [f"({texts[i]})" if has_operator and operators[i] else texts[i] for i in instruction.args]
+            text = _written(instruction, args, number)
+            for argument in instruction.args:
+                depth = max(depth, depths[argument] + 1)
+            if position != root.index and (depth > _DEEPEST or (depth and uses[position] > 1)):
+                lines.append(f"t{len(lines)} = {text}")
+                text, depth, has_operator = f"t{len(lines) - 1}", 0, False
+        texts.append(text)
+        depths.append(depth)
+        operators.append(has_operator)
+    lines.append(texts[root.index])
+    return "\n".join(lines), [graph.captured[slot] for slot in slots]
+
+
+def _written(instruction: Instruction, args: list[str], number: int) -> str:
+    op, value = instruction.op, instruction.value
+    if op == "var":
+        return value
+    if op == "const":
+        return repr(value)
+    if op == "load":
+        name = f"{instruction.kind[0]}{number}"
+        return f"{name}[{', '.join(args)}]" if args else name
+    if op in _INFIX:
+        return f"{args[0]} {_INFIX[op]} {args[1]}"
+    if op in _PREFIX:
+        return f"{_PREFIX[op]}{args[0]}"
+    if op == "pow":
+        return f"pow({args[0]}, {value!r})"
+    return f"{op}({', '.join(args)})"
+
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.USub: operator.neg, ast.Invert: operator.invert,
+}  # fmt: skip
+_KINDS = {"f": "float", "i": "int", "b": "bool"}
+
+
+class _Reader:
+    """Rebuilds the graph that a text describes. The text is Python's expression syntax, of which only what is named here is taken."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.names: dict[str, Expr] = {}
+
+    def program(self, text: str) -> Expr:
+        *assignments, last = ast.parse(text).body
+        for statement in assignments:
+            if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
+                raise ValueError("only assignments may precede the last line")
+            self.names[statement.targets[0].id] = self.expression(statement.value)
+        if not isinstance(last, ast.Expr):
+            raise ValueError("the last line must be an expression")
+        return self.expression(last.value)
+
+    def expression(self, node: ast.expr) -> Expr:
+        if isinstance(node, ast.Constant):
+            return self.graph.const(node.value)
+        if isinstance(node, ast.Name):
+            return self.name(node.id)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            return self.load(node.value.id, tuple(self.expression(index) for index in indices))
+        if isinstance(node, ast.UnaryOp):
+            return _OPERATORS[type(node.op)](self.expression(node.operand))
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](self.expression(node.left), self.expression(node.right))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return _OPERATORS[type(node.ops[0])](self.expression(node.left), self.expression(node.comparators[0]))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id == "pow":
+                return FUNCTIONS["pow"](self.expression(node.args[0]), float(ast.literal_eval(node.args[1])))
+            return FUNCTIONS[node.func.id](*[self.expression(argument) for argument in node.args])
+        raise ValueError(f"{ast.unparse(node)!r} is not part of the language")
+
+    def name(self, name: str) -> Expr:
+        if name in self.names:
+            return self.names[name]
+        if name in VARIABLES:
+            return self.graph.var(name)
+        if name in ("inf", "nan"):
+            return self.graph.const(float(name))
+        return self.load(name, ())
+
+    def load(self, name: str, indices: tuple[Expr, ...]) -> Expr:
+        if not re.fullmatch(r"[fib]\d+", name):
+            raise ValueError(f"{name!r} is neither a variable nor a captured tensor")
+        return self.graph.load(int(name[1:]), _KINDS[name[0]], indices)
+
+
+# ------------------------------------------------------------------------------------------------------------------ evaluation
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function as a list of instructions, each with positions of earlier ones as operands; the last is the result."""
+
+    text: str
+    instructions: tuple[Instruction, ...]
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """The program of a text; the same object for the same text. Raises ValueError for anything that is not a program."""
+        return _parse(text)
+
+    @property
+    def reads_score(self) -> bool:
+        """Whether the result depends on the score."""
+        return any(i.op == "var" and i.value == "score" for i in self.instructions)
+
+    @cached_property
+    def derivative(self) -> Derivative:
+        """Reverse-mode derivative, as instructions that also read `grad`, the gradient of the result."""
+        return _derive(self.instructions)
+
+    def evaluate(self, env: Mapping[str, Tensor], captured: Sequence[Tensor]) -> Tensor:
+        """The result on a tile.
+
+        `env` maps `b, h, q_idx, kv_idx, p` to int64 tensors that broadcast to the tile, and `score` to the tile in the accumulator
+        dtype, in which all floating-point arithmetic happens (float32 where there is no score). The result of a score function has
+        the score's shape and dtype; it may share the score's memory. That of a mask function is bool and broadcasts to the tile.
+        """
+        score = env.get("score")
+        dtype = torch.float32 if score is None else score.dtype
+        (result,) = _execute(self.instructions, [len(self.instructions) - 1], env, captured, dtype)
+        return result if score is None else result.expand(score.shape)
+
+    def vjp(
+        self, env: Mapping[str, Tensor], captured: Sequence[Tensor], grad: Tensor, into: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of a score function from `grad`, the gradient of its result on a tile: of the score, and of each captured tensor.
+
+        A captured tensor's gradient has its shape and grad's dtype; None where the tensor is not floating or not read here. With
+        `into`, contiguous buffers one a captured tensor, gradients are added to these instead, and those of None are skipped.
+        Where `grad` is 0 every gradient is 0, whatever the score or the tensors hold. The result is the same on every run.
+        """
+        derivative = self.derivative
+        reads = [read for read in derivative.reads if into is None or into[read.slot] is not None]
+        outputs = [] if derivative.dscore is None else [derivative.dscore]
+        for read in reads:
+            outputs += [read.gradient, *read.indices]
+        values = iter(_execute(derivative.instructions, outputs, {**env, "grad": grad}, captured, grad.dtype))
+        dscore = torch.zeros_like(grad) if derivative.dscore is None else next(values)
+        totals: list[Tensor | None] = [None] * len(captured) if into is None else list(into)
+        for read in reads:
+            gradient, indices = next(values), [next(values) for _ in read.indices]
+            if totals[read.slot] is None:
+                totals[read.slot] = torch.zeros(captured[read.slot].shape, dtype=grad.dtype, device=grad.device)
+            _scatter(totals[read.slot], gradient, indices)
+        return dscore.expand(grad.shape), totals
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Program:
+    try:
+        root = _Reader().program(text)
+    except (ValueError, TypeError, KeyError, SyntaxError) as error:
+        raise ValueError(f"not the text of a traced program: {error}\n{text}") from error
+    instructions, _ = compact(root.graph, [root.index])
+    return Program(text, instructions)
+
+
+def compact(graph: Graph, outputs: Sequence[int]) -> tuple[tuple[Instruction, ...], list[int]]:
+    """The instructions that the outputs need, in order, and the outputs' positions among them."""
+    needed = set(outputs)
+    for position in range(max(outputs, default=-1), -1, -1):
+        if position in needed:
+            needed.update(graph.instructions[position].args)
+    place = {position: rank for rank, position in enumerate(sorted(needed))}
+    kept = tuple(graph.instructions[p]._replace(args=tuple(place[a] for a in graph.instructions[p].args)) for p in sorted(needed))
+    return kept, [place[output] for output in outputs]
+
+
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": torch.floor_divide, "mod": torch.remainder,
+    "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
+    "ge": torch.ge, "eq": torch.eq, "ne": torch.ne, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "not": torch.bitwise_not, "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift, "where": torch.where,
+    "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "erf": torch.erf, "floor": torch.floor,
+    "ceil": torch.ceil, "int": lambda x: x.to(torch.int64),
+    "chain": lambda grad, slope: torch.where(grad == 0, grad, grad * slope),
+}  # fmt: skip
+
+
+def _execute(
+    instructions: Sequence[Instruction],
+    outputs: Sequence[int],
+    env: Mapping[str, Tensor],
+    captured: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    device = env["q_idx"].device
+    dtypes = {"float": dtype, "int": torch.int64, "bool": torch.bool}
+    last_use = {argument: position for position, instruction in enumerate(instructions) for argument in instruction.args}
+    values: list[Any] = []
+    for position, (op, args, value, kind) in enumerate(instructions):
+        operands = [values[argument] for argument in args]
+        if op == "var":
+            result = env[value]
+        elif op == "const":
+            result = torch.full((), value, dtype=dtypes[kind], device=device)
+        elif op == "load":
+            result = _gather(captured[value], operands, dtypes[kind])
+        elif op == "float":
+            result = operands[0].to(dtype)
+        elif op == "pow":
+            result = operands[0].pow(value)
+        else:
+            result = _TORCH[op](*operands)
+        values.append(result)
+        for argument in args:
+            if last_use[argument] == position and argument not in outputs:
+                values[argument] = None
+    return [values[output] for output in outputs]
+
+
+def _wrapped(shape: Sequence[int], indices: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Indices brought into range, negative ones counted from the end, and where they were in range."""
+    inside = torch.ones((), dtype=torch.bool, device=indices[0].device)
+    wrapped = []
+    for size, index in zip(shape, indices, strict=True):
+        index = torch.where(index < 0, index + size, index)
+        inside = inside & (index >= 0) & (index < size)
+        wrapped.append(index.clamp(0, max(size - 1, 0)))
+    return wrapped, inside
+
+
+def _gather(tensor: Tensor, indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if not indices:
+        return tensor.to(dtype)
+    wrapped, inside = _wrapped(tensor.shape, indices)
+    outside = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=tensor.device)
+    if tensor.numel() == 0:
+        return outside.expand(inside.shape)
+    return torch.where(inside, tensor[tuple(wrapped)].to(dtype), outside)
+
+
+def _scatter(total: Tensor, gradient: Tensor, indices: Sequence[Tensor]) -> None:
+    """Adds a tile's gradient to the elements that were read, in an order that does not change from run to run."""
+    if not indices:
+        total.add_(gradient.sum())
+        return
+    if total.numel() == 0:
+        return
+    wrapped, inside = _wrapped(total.shape, indices)
+    gradient = gradient.expand(torch.broadcast_shapes(gradient.shape, inside.shape)).sum_to_size(inside.shape)
+    gradient = torch.where(inside, gradient, 0.0).reshape(-1)
+    flat = torch.zeros_like(inside, dtype=torch.int64)
+    for index, stride in zip(wrapped, total.stride(), strict=True):
+        flat = flat + index * stride
+    flat = flat.reshape(-1)
+    if total.is_cuda:
+        total.view(-1).index_put_((flat,), gradient, accumulate=True)  # sorts; index_add_ would add in the order of arrival
+    else:
+        total.view(-1).index_add_(0, flat, gradient)
+
+
+# ------------------------------------------------------------------------------------------------------------------ derivative
+
+
+class Read(NamedTuple):
+    """One use of a captured tensor: its number, the positions of its indices, and that of the gradient of the element read."""
+
+    slot: int
+    indices: tuple[int, ...]
+    gradient: int
+
+
+class Derivative(NamedTuple):
+    """Instructions of the forward pass and its derivative; `dscore` is None where the result does not depend on the score.
+
+    The one operation that programs lack is `chain(grad, slope)`: grad · slope, and 0 where grad is 0 even if the slope is inf or NaN.
+    """
+
+    instructions: tuple[Instruction, ...]
+    dscore: int | None
+    reads: tuple[Read, ...]
+
+
+def _derive(instructions: Sequence[Instruction]) -> Derivative:
+    graph = Graph()
+    values = [graph.add(*instruction) for instruction in instructions]
+    adjoints: list[Expr | None] = [None] * len(values)
+    adjoints[-1] = graph.var("grad")
+    dscore, reads = None, []
+    for position in reversed(range(len(values))):
+        op, args, value, kind = instructions[position]
+        grad = adjoints[position]
+        if grad is None or kind != "float":
+            continue
+        if op == "var" and value == "score":
+            dscore = grad.index
+        elif op == "load":
+            reads.append(Read(value, args, grad.index))
+        elif op in _ADJOINTS:
+            operands = [values[argument] for argument in args]
+            for argument, part in zip(args, _ADJOINTS[op](grad, values[position], value, *operands), strict=True):
+                if part is not None:
+                    adjoints[argument] = part if adjoints[argument] is None else adjoints[argument] + part
+    outputs = [] if dscore is None else [dscore]
+    for read in reads:
+        outputs += [read.gradient, *read.indices]
+    kept, places = compact(graph, outputs)
+    queue = iter(places)
+    dscore = None if dscore is None else next(queue)
+    return Derivative(kept, dscore, tuple(Read(r.slot, gradient=next(queue), indices=tuple(next(queue) for _ in r.indices)) for r in reads))
+
+
+def _chain(grad: Expr, slope: Expr) -> Expr:
+    instruction = grad.graph.instructions[slope.index]
+    if instruction.op == "const" and math.isfinite(instruction.value):
+        return grad * slope
+    return grad.graph.add("chain", (grad.index, slope.index))
+
+
+def _adjoint_of_extremum(a_wins: str) -> Callable[..., tuple[Expr, Expr]]:
+    def adjoint(grad: Expr, y: Expr, value: None, a: Expr, b: Expr) -> tuple[Expr, Expr]:
+        ahead = a < b if a_wins == "less" else a > b
+        half = where(a == b, grad * 0.5, 0.0)  # PyTorch's convention for ties
+        return where(ahead, grad, half), where(ahead | (a == b), half, grad)
+
+    return adjoint
+
+
+# operation -> (gradient of the result, result, constant, *operands) -> gradient of each operand, None where it has none.
+# A selection passes its gradient by selecting, so what the other branch holds never enters.
+_ADJOINTS: dict[str, Callable[..., tuple[Expr | None, ...]]] = {
+    "add": lambda g, y, c, a, b: (g, g),
+    "sub": lambda g, y, c, a, b: (g, -g),
+    "mul": lambda g, y, c, a, b: (_chain(g, b), _chain(g, a)),
+    "div": lambda g, y, c, a, b: (_chain(g, 1.0 / b), _chain(g, -(y / b))),
+    "neg": lambda g, y, c, a: (-g,),
+    "abs": lambda g, y, c, a: (where(a < 0, -g, where(a > 0, g, 0.0)),),
+    "min": _adjoint_of_extremum("less"),
+    "max": _adjoint_of_extremum("greater"),
+    "where": lambda g, y, c, condition, a, b: (None, where(condition, g, 0.0), where(condition, 0.0, g)),
+    "exp": lambda g, y, c, a: (_chain(g, y),),
+    "exp2": lambda g, y, c, a: (_chain(g, y * math.log(2.0)),),
+    "log": lambda g, y, c, a: (_chain(g, 1.0 / a),),
+    "log2": lambda g, y, c, a: (_chain(g, 1.0 / (a * math.log(2.0))),),
+    "sqrt": lambda g, y, c, a: (_chain(g, 0.5 / y),),
+    "rsqrt": lambda g, y, c, a: (_chain(g, -0.5 * y * y * y),),
+    "pow": lambda g, y, c, a: (_chain(g, c * FUNCTIONS["pow"](a, c - 1.0)),),
+    "tanh": lambda g, y, c, a: (_chain(g, 1.0 - y * y),),
+    "sigmoid": lambda g, y, c, a: (_chain(g, y * (1.0 - y)),),
+    "sin": lambda g, y, c, a: (_chain(g, FUNCTIONS["cos"](a)),),
+    "cos": lambda g, y, c, a: (_chain(g, -FUNCTIONS["sin"](a)),),
+    "erf": lambda g, y, c, a: (_chain(g, (2.0 / math.sqrt(math.pi)) * FUNCTIONS["exp"](-(a * a))),),
+}
