@@ -42,9 +42,11 @@ if [[ $what == *" fa4 "* ]]; then
   for wheel in "$work"/wheels/*.whl; do "$PYTHON" -m zipfile -e "$wheel" "$work/tree"; done
   tar c -C "$work/tree" . | xz -T2 -9 | split -b "$part_bytes" -d - "$work/fa4.part."
   parts=("$work"/fa4.part.*)
-  mkdir -p .peers_fa4_1 .peers_fa4_2
-  rm -f .peers_fa4_1/* .peers_fa4_2/*
-  for i in "${!parts[@]}"; do mv "${parts[$i]}" ".peers_fa4_$((i + 1))/"; done
-  echo "${#parts[@]}" | tee .peers_fa4_1/fa4.parts >.peers_fa4_2/fa4.parts
+  rm -rf .peers_fa4_*
+  for i in "${!parts[@]}"; do
+    mkdir ".peers_fa4_$((i + 1))"
+    mv "${parts[$i]}" ".peers_fa4_$((i + 1))/"
+    echo "${#parts[@]}" >".peers_fa4_$((i + 1))/fa4.parts" # how many make the whole
+  done
 fi
 du -sh .peers .peers_fa4_* 2>/dev/null || true

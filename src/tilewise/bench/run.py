@@ -1,0 +1,396 @@
+"""Runs cases: every provider on the same inputs in one process, checked, then timed in interleaved rounds."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cost import extra_bytes, output_bytes, unfused_bytes
+from . import child
+from .cases import Case, select
+from .check import Oracle
+from .peers import Inputs, Prepared, Provider, Unsupported, find
+from .report import Reporter, closing_tables
+from .source_hash import kernel_source_hash
+from .timing import CudaClock, HostClock, Samples, Sensors, WallClock, ceilings
+
+Row = dict[str, Any]
+QUADRATIC = ("eager", "sdpa_math")  # providers that hold N x N matrices
+
+
+@dataclass(slots=True)
+class Options:
+    """How a benchmark runs. `budget` is in seconds for everything, imports excluded; None has no end."""
+
+    cases: str = ""
+    providers: str = ""
+    passes: str = ""
+    device: str = ""
+    rounds: int = 5
+    round_ms: float = 30.0
+    budget: float | None = None
+    out: Path | None = None
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Contestant:
+    """One provider in one case and pass: what is timed and what was found."""
+
+    provider: Provider
+    row: Row
+    prepared: Prepared | None = None
+    call: Callable[[], Any] | None = None
+    samples: Samples = field(default_factory=Samples)
+
+
+class Benchmark:
+    """One run: writes a line a measurement as soon as its case is done, and ends at its budget with what it has."""
+
+    def __init__(self, options: Options, report: Reporter | None = None) -> None:
+        self.options = options
+        self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.cases = select(options.cases, self.device)
+        self.providers, self.missing = find(options.providers, self.device)
+        self.report = report or Reporter()
+        self.begin = time.monotonic()
+        self.rows: list[Row] = []
+        self._lock = threading.Lock()
+        self._file = None
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            self._file = options.out.open("a")
+        self.common: Row = {}
+
+    # ------------------------------------------------------------------------------------------------------------- budget
+
+    def left(self) -> float:
+        """Seconds until the budget is spent."""
+        if self.options.budget is None:
+            return float("inf")
+        return self.options.budget - (time.monotonic() - self.begin)
+
+    def _watch(self) -> threading.Timer | None:
+        """Ends the process at the budget if a call or a compilation is still busy then: lines already written stay."""
+        if self.options.budget is None:
+            return None
+
+        def stop() -> None:
+            with self._lock:
+                self.report.say(f"budget of {self.options.budget:.0f} s spent inside a call: ending with {len(self.rows)} rows")
+                self.report.close()
+                print(closing_tables(self.rows), flush=True)
+                os._exit(0)
+
+        timer = threading.Timer(max(0.0, self.left()), stop)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    # ---------------------------------------------------------------------------------------------------------------- run
+
+    def run(self) -> list[Row]:
+        """Measures all cases, longest promises first, and returns the rows."""
+        timer = self._watch()
+        try:
+            self.common = self._describe()
+            self.report.open(self.common, [p.label for p in self.providers], self.missing, len(self.cases), self.options.budget)
+            for case in self.cases:
+                if self.left() <= 0:
+                    self.report.say("budget spent")
+                    break
+                self.report.start(case.id, self.left())
+                for row in self._case(case):
+                    self._write(row)
+                self.report.advance()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.report.close()
+            if self._file is not None:
+                self._file.close()
+        return self.rows
+
+    def _describe(self) -> Row:
+        product, copy = ceilings(self.device)
+        try:
+            import triton
+
+            triton_version = triton.__version__
+        except ImportError:
+            triton_version = None
+        return {
+            "run_id": uuid.uuid4().hex[:12],
+            "date": time.strftime("%Y-%m-%d"),
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else _processor(),
+            "torch": torch.__version__,
+            "triton": triton_version,
+            "cudnn": torch.backends.cudnn.version() if self.device == "cuda" else None,
+            "threads": torch.get_num_threads() if self.device == "cpu" else None,
+            "source_hash": kernel_source_hash(),
+            "ceiling_tflops": round(product / 1e12, 4),
+            "ceiling_tbps": round(copy / 1e12, 4),
+        }
+
+    def _write(self, row: Row) -> None:
+        with self._lock:
+            self.rows.append(row)
+            if self._file is not None:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            self.report.row(row)
+
+    def _row(self, case: Case, pass_: str, provider: Provider) -> Row:
+        problem = case.problem()
+        whole = "fwd" if pass_ == "fwd" else "bwd"
+        matrices = unfused_bytes(problem, whole) if provider.name in QUADRATIC else extra_bytes(problem, whole)
+        return {
+            "run_id": self.common["run_id"],
+            "case": case.group,
+            "label": case.label,
+            "kind": case.kind,
+            "head_dim": case.head_dim,
+            "head_dim_v": case.head_dim_v,
+            "seqlen": case.seqlen_q,
+            "seqlen_k": case.seqlen_k,
+            "batch": case.batch,
+            "heads": case.heads,
+            "kv_heads": case.kv_heads,
+            "causal": case.causal,
+            "window": list(case.window),
+            "softcap": case.softcap,
+            "dtype": case.dtype,
+            "pass": pass_,
+            "provider": provider.name,
+            "backend": provider.backend or None,
+            "ms": None,
+            "ms_q1": None,
+            "ms_q3": None,
+            "rounds": 0,
+            "ms_rounds": [],
+            "tflops": None,
+            "tbps": None,
+            "peak_bytes": None,
+            "predicted_bytes": matrices + output_bytes(problem, "fwd") + (output_bytes(problem, "bwd") if whole == "bwd" else 0),
+            "error": None,
+            "status": "ok",
+            "reason": None,
+            "l2": None,
+            "clocks_mhz": None,
+            "power_w": None,
+            **{key: value for key, value in self.common.items() if key != "run_id"},
+        }
+
+    # --------------------------------------------------------------------------------------------------------------- cases
+
+    def _passes(self, case: Case) -> list[str]:
+        wanted = self.options.passes.split(",") if self.options.passes else case.passes
+        return [pass_ for pass_ in case.passes if pass_ in wanted]
+
+    def _case(self, case: Case) -> Iterator[Row]:
+        if case.kind == "first_call" or (case.kind == "memory" and case.device == "cpu"):
+            yield from self._in_children(case)
+            return
+        passes = self._passes(case)
+        if not passes:
+            return
+        inputs = Inputs.make(case, self.options.seed)
+        oracle = Oracle(case, inputs, gradients=any(p != "fwd" for p in passes), sampled=case.kind == "memory")
+        clock = self._clock(case)
+        for pass_ in passes:
+            contestants = []
+            for provider in self.providers:
+                if self.left() <= 0:
+                    break
+                self.report.start(f"{case.id} {pass_} {provider.label}", self.left())
+                contestants.append(self._enter(case, pass_, provider, inputs, oracle))
+            racing = [c for c in contestants if c.row["status"] == "ok" and case.kind != "memory"]
+            self._race(racing, clock)
+            for contestant in contestants:
+                if contestant in racing:
+                    if not contestant.samples.ms:
+                        continue
+                    self._fill(case, pass_, contestant, clock.l2)
+                contestant.call = contestant.prepared = None
+                yield contestant.row
+            clock.forget()
+            contestants.clear()
+            racing.clear()
+            self._collect()
+
+    def _clock(self, case: Case) -> CudaClock | HostClock | WallClock:
+        if case.kind == "host":
+            return HostClock()
+        if self.device == "cuda":
+            return CudaClock(Sensors.open(self.device), self.options.round_ms)
+        return WallClock(self.options.round_ms)
+
+    def _enter(self, case: Case, pass_: str, provider: Provider, inputs: Inputs, oracle: Oracle) -> Contestant:
+        """Prepares a provider, runs it once and judges the result. What fails becomes a status, never an exception."""
+        contestant = Contestant(provider, self._row(case, pass_, provider))
+        row = contestant.row
+        try:
+            if pass_ != "fwd" and not provider.backward:
+                raise Unsupported("forward only")
+            contestant.prepared = provider.prepare(case, inputs)
+            row["backend"] = contestant.prepared.backend or row["backend"]
+            with contestant.prepared.context(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what a peer has to say about a case belongs into its row
+                results, contestant.call, row["peak_bytes"] = self._first(contestant.prepared, pass_, inputs)
+            if oracle.rows is not None:
+                results = {"out": results["out"]} if "out" in results else {}
+            if results:
+                row["error"], right = oracle.judge(results)
+                if not right:
+                    limits = {name: f"{oracle.limit(name):.1e}" for name in results}
+                    row["status"], row["reason"] = "wrong", f"relative error {row['error']:.1e}, limits {limits}"
+        except Unsupported as reason:
+            row["status"], row["reason"] = "unsupported", str(reason)
+        except torch.OutOfMemoryError as error:
+            row["status"], row["reason"] = "oom", str(error).splitlines()[0]
+        except Exception as error:  # peers refuse in every way there is: RuntimeError, AssertionError, compiler errors
+            row["status"], row["reason"] = "unsupported", f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+            self._collect()
+            if self.device == "cuda":
+                torch.cuda.synchronize()  # raises where a bad access has broken the device for this process: nothing else can run
+        if row["status"] != "ok":
+            contestant.call = contestant.prepared = None
+            self._collect()
+        return contestant
+
+    def _first(self, prepared: Prepared, pass_: str, inputs: Inputs) -> tuple[dict[str, torch.Tensor], Callable[[], Any], int | None]:
+        """One run of a pass: its results by name, the call to time, and the peak of memory above what was there before."""
+        names = ["dq", "dk", "dv", "dbias"]
+        before = self._memory_before()
+        if pass_ == "fwd":
+            tensors = [inputs.q, inputs.k, inputs.v, inputs.bias]
+
+            def forward() -> torch.Tensor:
+                with torch.no_grad():
+                    return prepared.call(*tensors)
+
+            result = forward()
+            return {"out": result}, forward, self._memory_peak(before)
+        leaves = inputs.leaves()
+        if pass_ == "bwd":
+            out = prepared.call(*leaves)
+
+            def backward() -> Any:
+                return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+            grads = backward()
+            peak = self._memory_peak(before)
+            return dict(zip(names, grads, strict=False)), backward, peak
+
+        def both() -> Any:
+            return torch.autograd.grad(prepared.call(*leaves), leaves, inputs.dout)
+
+        grads = both()
+        return dict(zip(names, grads, strict=False)), both, self._memory_peak(before)
+
+    def _race(self, racing: list[Contestant], clock: CudaClock | HostClock | WallClock) -> None:
+        """Rounds over all contestants, each round starting with another one."""
+        for index in range(self.options.rounds):
+            turn = index % max(1, len(racing))
+            for contestant in racing[turn:] + racing[:turn]:
+                if self.left() <= 0:
+                    return
+                assert contestant.prepared is not None and contestant.call is not None
+                with contestant.prepared.context():
+                    clock.round(contestant.call, contestant.samples)
+
+    def _fill(self, case: Case, pass_: str, contestant: Contestant, l2: str) -> None:
+        row, samples = contestant.row, contestant.samples
+        row["ms"], row["ms_q1"], row["ms_q3"] = (round(ms, 6) for ms in samples.quartiles())
+        row["rounds"], row["ms_rounds"], row["l2"] = len(samples.ms), [round(ms, 6) for ms in samples.ms], l2
+        if case.kind == "speed":
+            row["tflops"] = round(case.flops(pass_) / row["ms"] / 1e9, 3)
+            row["tbps"] = round(case.bytes(pass_) / row["ms"] / 1e9, 4)
+        for key, values in (("clocks_mhz", samples.clocks_mhz), ("power_w", samples.power_w)):
+            row[key] = round(sorted(values)[len(values) // 2], 1) if values else None
+
+    def _in_children(self, case: Case) -> Iterator[Row]:
+        """Cases that need a process of their own: first calls, and peak memory where no allocator counts it."""
+        for pass_ in self._passes(case):
+            for provider in self.providers:
+                if case.kind == "memory" and provider.name in QUADRATIC:
+                    row = self._row(case, pass_, provider)
+                    row["status"], row["reason"] = "unsupported", "not run: its N x N matrices would not fit"
+                    yield row
+                    continue
+                for answer in child.measure(case, pass_, provider.label, self.left):
+                    yield {**self._row(case, pass_, provider), **answer}
+
+    # -------------------------------------------------------------------------------------------------------------- memory
+
+    def _memory_before(self) -> int:
+        if self.device != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _memory_peak(self, before: int) -> int | None:
+        if self.device != "cuda":
+            return None
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _collect(self) -> None:
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of the benchmark."""
+    p = argparse.ArgumentParser("tilewise bench", description="Time attention beside its peers, every result checked first.")
+    p.add_argument("--cases", default="", help="groups or id patterns, comma-separated, in the order to measure; default all")
+    p.add_argument("--providers", default="", help="names, comma-separated; ours with a backend as tilewise:triton; default all found")
+    p.add_argument("--passes", default="", help="of fwd,bwd,fwd+bwd; default what each case has")
+    p.add_argument("--device", default="", choices=["", "cuda", "cpu"], help="default cuda where there is one")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--round-ms", type=float, default=30.0, help="length of one provider's turn")
+    p.add_argument("--budget", type=float, default=None, help="seconds after which the run ends with what it has")
+    p.add_argument("--out", type=Path, default=None, help="results file, one JSON object a line, appended to")
+    p.add_argument("--list", action="store_true", help="print the ids of the chosen cases and stop")
+    p.add_argument("--json", action="store_true", help="print the rows as JSON lines in place of tables")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `tilewise bench` and `python -m tilewise.bench`."""
+    args = parser().parse_args(arguments)
+    options = Options(args.cases, args.providers, args.passes, args.device, args.rounds, args.round_ms, args.budget, args.out)
+    try:
+        benchmark = Benchmark(options, Reporter(quiet=args.json))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if args.list:
+        print("\n".join(case.id for case in benchmark.cases))
+        return 0
+    rows = benchmark.run()
+    print("\n".join(json.dumps(row) for row in rows) if args.json else closing_tables(rows), flush=True)
+    return 0
