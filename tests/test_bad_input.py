@@ -152,11 +152,11 @@ NUMBERS = {
     "scale_inf": ({"softmax_scale": math.inf}, ValueError, ["softmax_scale", "inf", "finite"]),
     "scale_text": ({"softmax_scale": "auto"}, TypeError, ["softmax_scale", "auto|str", "number|float|None"]),
     "softcap_negative": ({"softcap": -1.0}, ValueError, ["softcap", "-1", "0"]),
-    "softcap_nan": ({"softcap": math.nan}, ValueError, ["softcap", "nan", "0"]),
+    "softcap_nan": ({"softcap": math.nan}, ValueError, ["softcap", "nan", "finite|0"]),
     "dropout_negative": ({"dropout_p": -0.1, "dropout_seed": 1}, ValueError, ["dropout_p", "-0.1", "0", "1"]),
     "dropout_one": ({"dropout_p": 1.0, "dropout_seed": 1}, ValueError, ["dropout_p", r"1\.0", "0"]),
     "dropout_above_one": ({"dropout_p": 1.5, "dropout_seed": 1}, ValueError, ["dropout_p", r"1\.5", "0"]),
-    "dropout_nan": ({"dropout_p": math.nan, "dropout_seed": 1}, ValueError, ["dropout_p", "nan", "0"]),
+    "dropout_nan": ({"dropout_p": math.nan, "dropout_seed": 1}, ValueError, ["dropout_p", "nan", "finite|0"]),
     "seed_fraction": ({"dropout_p": 0.1, "dropout_seed": 0.5}, TypeError, ["dropout_seed", "0.5|float", "int"]),
     "seed_vector": (
         {"dropout_p": 0.1, "dropout_seed": torch.zeros(2, dtype=torch.int64)},
@@ -212,7 +212,7 @@ LENGTHS = {
 CHOICES = {
     "layout": ({"layout": "sbhd"}, ValueError, ["layout", "sbhd", "bshd", "bhsd"]),
     "backend": ({"backend": "cuda"}, ValueError, ["backend", "cuda", "auto", "tiled"]),
-    "deterministic": ({"deterministic": "yes"}, TypeError, ["deterministic", "yes|str", "None|True"]),
+    "deterministic": ({"deterministic": "yes"}, TypeError, ["deterministic", "yes|str", "None|bool"]),
     "out_dtype_narrower": ({"out_dtype": torch.float16}, (TypeError, ValueError), ["out_dtype", "float16", "float32"]),
     "out_dtype_integer": ({"out_dtype": torch.int32}, (TypeError, ValueError), ["out_dtype", "int32", "float32"]),
     "aux_unknown": (

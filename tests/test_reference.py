@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import cases
-import oracle
 from tilewise import reference
+
+from . import cases, oracle
 
 ALL = [*cases.SINGLES, *cases.CHOICES]
 IDS = [cases.name(choice) for choice in ALL]
