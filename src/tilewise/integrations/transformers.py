@@ -107,7 +107,7 @@ def _refuse(attention_mask: Any, kwargs: dict[str, Any]) -> None:
     """Raise for arguments that would otherwise be ignored."""
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise UnsupportedAttention(
-            f"attention_mask is a {type(attention_mask).__name__}; tilewise takes a boolean or floating tensor of shape "
+            f"attention_mask is of type {type(attention_mask).__name__}; tilewise takes a boolean or floating tensor of shape "
             "(B, 1 or Hq, Sq, Sk), which is what its registered mask builder returns"
         )
     if kwargs.get("output_attentions"):
