@@ -36,13 +36,13 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:
     """Fill ``out.out`` and ``out.lse``; see `plan.Outputs`."""
-    from .forward import forward as run
+    from .forward_pass import forward as run
 
     run(t, r, out)
 
 
 def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
     """Fill every gradient that `grads` asks for; see `plan.Gradients`."""
-    from .backward import backward as run
+    from .backward_pass import backward as run
 
     run(t, r, saved, cot, grads)

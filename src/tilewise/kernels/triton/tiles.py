@@ -1,11 +1,11 @@
-"""The steps of attention on one tile, each a short function: what the loops of `forward` and `backward` are written in.
+"""The steps of attention on one tile, each a short function: what the loops of `forward_pass` and `backward_pass` are written in.
 
 Tiles are [M, N] (queries by keys) or, where a kernel accumulates over queries, [N, M]. Functions that take `rows` and `cols` work in
 either orientation: they are index tiles that broadcast against each other, [M, 1] and [1, N] or [1, M] and [N, 1].
 
-Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple:
+Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None where the feature is off):
 
-    source  (ref, row_stride, dim_stride, b, h)   one head of one batch item; ref a tensor descriptor where row_stride is None
+    source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
     span    (len_q, len_k, window_left, window_right)
     mask    (ptr, row_stride, col_stride)         likewise bias; ptr already at this batch item and head
     rules   (scale, softcap, slope, bias, shift)  shift = len_k - len_q, the position of query 0 among the keys
@@ -28,14 +28,12 @@ HUGE: tl.constexpr = tl.constexpr(float(2**27))
 
 
 @triton.jit
-def head_of(ref, b, h, stride_b, stride_h, stride_s, stride_d, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """The source of one head. Strides count ALIGN elements, which proves to the compiler that rows start on 16 bytes."""
-    if TMA:
-        source = (ref, None, None, b, h)
-    else:
-        start = (b * stride_b + h * stride_h) * ALIGN
-        source = (ref + start, stride_s * ALIGN, stride_d, b, h)
-    return source
+def head_of(ref, b, h, stride_b, stride_h, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """Where one head starts; a descriptor takes b and h with every tile instead."""
+    start = ref
+    if not TMA:
+        start = ref + (b * stride_b + h * stride_h) * ALIGN
+    return start
 
 
 @triton.jit
@@ -49,13 +47,13 @@ def tile_pointers(source, row0, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, GUARD: tl.constexpr):
+def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr, GUARD: tl.constexpr):
     """Rows [row0, row0 + ROWS) of a head, padded with zeros from DIM to COLS: [ROWS, COLS]. GUARD: some may lie past row_end.
 
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
     """
     ref, row_stride, dim_stride, b, h = source
-    if row_stride is None:
+    if TMA:
         tile = ref.load([b, h, row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
@@ -85,15 +83,6 @@ def used_length(seqused_ptr, b, size):
     if seqused_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(seqused_ptr + b), 0), size)
     return length
-
-
-@triton.jit
-def matrix_of(ptr, b, h, stride_b, stride_h, stride_m, stride_n):
-    """A bias or mask at one batch item and head; broadcast sizes have stride 0."""
-    start = ptr
-    if ptr is not None:
-        start = ptr + b * stride_b + h * stride_h
-    return (start, stride_m, stride_n)
 
 
 @triton.jit
@@ -151,7 +140,7 @@ def visible(rows, cols, span, mask):
         seen &= cols >= position - window_left
     if window_right is not None:
         seen &= cols <= position + window_right
-    if mask[0] is not None:
+    if mask is not None:
         seen &= load_matrix(mask, rows, cols, seen) != 0
     return seen
 
@@ -168,7 +157,7 @@ def scores(qk, rows, cols, span, rules, mask, NATURAL: tl.constexpr, MASKED: tl.
         s -= slope * tl.abs(rows + shift - cols).to(tl.float32)
     if MASKED:
         seen = visible(rows, cols, span, mask)
-        if bias[0] is not None:
+        if bias is not None:
             s += load_matrix(bias, rows, cols, seen).to(tl.float32)
         # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
         s = tl.where(seen, s, NEG_INF)

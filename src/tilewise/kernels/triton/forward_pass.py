@@ -22,7 +22,6 @@ from .tiles import (
     key_tile_range,
     load_tile,
     log_sum_exp,
-    matrix_of,
     online_softmax_update,
     scores,
     store_tile,
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
 def attend(
     acc, l, m, q, k, v, offs_m, lo, hi, span, rules, mask, base2, drop,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
     len_k = span[1]
     for n0 in tl.range(lo, hi, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, MASKED)  # [N, D]
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
         s, _ = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, MASKED)
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if drop[0] is not None:
+        if drop is not None:
             p = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), p, 0.0)
-        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, MASKED)  # [N, DV]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
         if MASKED and SANITIZE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
@@ -84,19 +83,23 @@ def attention_forward(
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
 
-    q_head = head_of(q_ref, b, h, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, TMA)
-    k_head = head_of(k_ref, b, h // group, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, TMA)
-    v_head = head_of(v_ref, b, h // group, stride_vb, stride_vh, stride_vs, stride_vd, ALIGN, TMA)
-    bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
-    mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n)
-    slope, seed = None, None
+    # Strides count ALIGN elements, which proves to the compiler that rows start on 16 bytes whatever their length.
+    q_head = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
+    k_head = (head_of(k_ref, b, h // group, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, h // group)
+    v_head = (head_of(v_ref, b, h // group, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, h // group)
+    out_head = (head_of(out_ptr, b, h, stride_ob, stride_oh, ALIGN, False), stride_os * ALIGN, stride_od, b, h)
+    bias, mask = None, None
+    if bias_ptr is not None:
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+    if mask_ptr is not None:
+        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+    slope, drop = None, None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
-        seed = tl.load(seed_ptr)
+        drop = (tl.load(seed_ptr), dropout_threshold, b, h)
     rules = (scale, softcap, slope, bias, len_k - len_q)
     base2 = (unit, unit_exact)
-    drop = (seed, dropout_threshold, b, h)
 
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -105,26 +108,25 @@ def attention_forward(
         m = tl.zeros_like(m) + (sink if NATURAL else sink * LOG2E)
         l = tl.where(m > NEG_INF, 1.0, l)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, True)  # [M, D]
+    q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
 
     lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
     if bias_ptr is not None or mask_ptr is not None:
         acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, lo, hi, span, rules, mask, base2, drop,
-                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
     else:
         if window_left is not None:
             acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, lo, full_lo, span, rules, mask, base2, drop,
-                               D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+                               D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
         acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, full_lo, full_hi, span, rules, mask, base2, drop,
-                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, False)  # fmt: skip
+                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, False)  # fmt: skip
         acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, full_hi, hi, span, rules, mask, base2, drop,
-                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
     out = tl.where(inside[:, None], out, 0.0)
     lse = tl.where(inside, log_sum_exp(m, l, base2, NATURAL), NEG_INF)
-    out_head = head_of(out_ptr, b, h, stride_ob, stride_oh, stride_os, stride_od, ALIGN, False)
     store_tile(out_head, out, m0, size_q, BLOCK_M, BLOCK_DV, DV)
     tl.store(lse_ptr + bh.to(tl.int64) * size_q + offs_m, lse, mask=offs_m < size_q)
 

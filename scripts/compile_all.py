@@ -1,0 +1,229 @@
+"""Compile the Triton kernels for GPUs that are not here, and record what the compiler made of them.
+
+``python scripts/compile_all.py`` compiles the full matrix and writes benchmarks/compiled.json: registers, spilled bytes and shared memory
+of each kernel, with a hash of the sources that they came from. ``--sample`` compiles a few of each; ``--check`` only compares the hash.
+Needs Triton and no torch; without a GPU of the kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "benchmarks" / "compiled.json"
+SOURCES = ROOT / "src" / "tilewise" / "kernels" / "triton"
+TARGETS = {
+    "sm80": ("cuda", 80, 32),
+    "sm90": ("cuda", 90, 32),
+    "sm100": ("cuda", 100, 32),
+    "sm120": ("cuda", 120, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+KERNELS = ("attention_forward", "row_terms", "attention_dkdv", "attention_dq", "bias_gradient")
+PURPOSE = {"attention_forward": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
+FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "everything")
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: str
+    target: str
+    head_dim: int
+    dtype: str  # as Triton spells it
+    features: str  # "+"-joined
+
+    @property
+    def bits(self) -> int:
+        return 32 if self.dtype == "fp32" else 16
+
+    def has(self, *names: str) -> bool:
+        on = self.features.split("+")
+        return "everything" in on or any(name in on for name in names)
+
+
+def kernels_package(source: Path = SOURCES):
+    """The kernels without `tilewise/__init__.py`, which needs torch."""
+    for name, folder in (("tilewise", source.parent.parent), ("tilewise.kernels", source.parent)):
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(folder)]
+            sys.modules[name] = package
+    from tilewise.kernels.triton import configs, forward_pass
+    try:
+        from tilewise.kernels.triton import backward_pass
+    except ImportError:
+        backward_pass = forward_pass
+
+    return configs, forward_pass, backward_pass
+
+
+def source_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dict]:
+    """Triton's signature and compile-time constants for one case, from the names of a kernel's parameters."""
+    block = configs.padded(case.head_dim)
+    constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
+    config = None
+    if case.kernel in PURPOSE:
+        config = configs.choose(case.target, configs.SHARED_LIMIT[case.target], case.bits, PURPOSE[case.kernel], block, block)
+        constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    else:
+        constants |= {"BLOCK_M": 64}
+    tma = bool(config and config.descriptors)
+    natural = case.has("bias", "softcap", "alibi")
+    constants |= {
+        "ALIGN": 128 // case.bits,
+        "TMA": tma,
+        "TMA_DO": tma,
+        "NATURAL": natural,
+        "SANITIZE": case.has("window", "mask", "bias", "seqused"),
+        "PRECISION": "ieee",
+        "GROUPED": case.has("gqa"),
+        "BIAS_ROWS": False,
+    }
+    bias = case.has("bias")
+    optional = {
+        "bias_ptr": f"*{case.dtype}" if bias else None,
+        "mask_ptr": "*u8" if case.has("mask") else None,
+        "slopes_ptr": "*fp32" if case.has("alibi") else None,
+        "sink_ptr": "*fp32" if case.has("sink") else None,
+        "sink_partial_ptr": "*fp32" if case.has("sink") else None,
+        "seqused_q_ptr": "*i32" if case.has("seqused") else None,
+        "seqused_k_ptr": "*i32" if case.has("seqused") else None,
+        "seed_ptr": "*i64" if case.has("dropout") else None,
+        "softcap": "fp32" if case.has("softcap") else None,
+        "window_left": "i32" if case.has("window") else None,
+        "window_right": "i32" if case.has("causal", "window") else None,
+        "dlse_ptr": None,
+        "dbias_ptr": "*fp32" if case.kernel == "bias_gradient" else None,
+        "bias_rows_ptr": None,
+        "bias_cols_ptr": "*fp32" if bias and case.kernel == "attention_dkdv" else None,
+        "slope_rows_ptr": "*fp32" if case.has("alibi") else None,
+    }
+    floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
+    statistics = {"lse_ptr", "row_lse_ptr", "delta_ptr"}
+
+    def kind(name: str) -> str | None:
+        if name in optional:
+            return optional[name]
+        if name.endswith("_ref"):
+            rows = constants["BLOCK_M"] if name in ("q_ref", "do_ref") else constants["BLOCK_N"]
+            return f"tensordesc<{case.dtype}[1, 1, {rows}, {block}]>" if tma else f"*{case.dtype}"
+        if name.endswith("_ptr"):
+            return "*fp32" if name in statistics else f"*{case.dtype}"
+        if name.startswith("stride_"):
+            return None if name.endswith("d") and name.count("_") == 1 else "i32" if "slopes" in name else "i64"
+        return "fp32" if name in floats else "i64" if name == "dropout_threshold" else "i32"
+
+    signature, values = {}, {}
+    for index, parameter in enumerate(parameters.values()):
+        name = parameter.name
+        if name in constants:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+        elif (type_ := kind(name)) is None:
+            signature[name], values[(index,)] = "constexpr", None
+        else:
+            signature[name] = type_
+    options = {"num_warps": config.num_warps if config else 4, "num_stages": config.num_stages if config else 1}
+    return signature, {"constexprs": values, "options": options}
+
+
+def compile_case(case: Case, keep: bool = False) -> dict:
+    """Compile one kernel; its registers, spilled bytes and shared memory (AMD: LDS), and the text of `keep`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    configs, forward, backward = kernels_package()
+    kernel = getattr(forward, case.kernel, None) or getattr(backward, case.kernel)
+    signature, chosen = argument_types(case, inspect.signature(kernel.fn).parameters, configs)
+    attributes = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_.startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=chosen["constexprs"], attrs=attributes)
+    options = {**chosen["options"], "enable_fp_fusion": True}
+    binary = triton.compile(source, target=GPUTarget(*TARGETS[case.target]), options=options)
+    row = {**asdict(case), "triton": triton.__version__, "shared": binary.metadata.shared}
+    row |= nvidia_resources(binary) if case.target.startswith("sm") else amd_resources(binary)
+    return {**row, "asm": binary.asm} if keep else row
+
+
+def nvidia_resources(binary) -> dict:
+    """From the compiled object itself: `cuobjdump -res-usage`, and local loads and stores in its machine code."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def amd_resources(binary) -> dict:
+    text = binary.asm["amdgcn"]
+    number = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|agpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+    return {"registers": number["vgpr_count"], "spilled": number["private_segment_fixed_size"]}
+
+
+def matrix() -> Iterator[Case]:
+    """Every kernel for every target: the plain and causal ones at all head dims, each feature at one."""
+    dims = (16, 32, 64, 96, 128, 192, 256)
+    for target, kernel, dtype in itertools.product(TARGETS, KERNELS, ("fp16", "bf16", "fp32")):
+        for dim, features in itertools.product(dims, ("plain", "causal")):
+            if dtype != "fp16" or dim in (64, 128):
+                yield Case(kernel, target, dim, dtype, features)
+        if dtype == "bf16":
+            yield from (Case(kernel, target, dim, dtype, features) for features in FEATURES[2:] for dim in (64, 128))
+
+
+def sample() -> Iterator[Case]:
+    """What continuous integration compiles: the hot cases of every target and one kernel with every feature."""
+    for target in TARGETS:
+        for kernel in KERNELS:
+            yield Case(kernel, target, 128, "bf16", "causal")
+        yield Case("attention_forward", target, 64, "fp16", "everything")
+        yield Case("attention_dq", target, 64, "fp16", "everything")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", action="store_true", help="a few cases of every target, not written to the table")
+    parser.add_argument("--check", action="store_true", help="only check that the table is of these sources")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    if options.check:
+        fresh = json.loads(TABLE.read_text())["source_hash"] == source_hash()
+        print("fresh" if fresh else "stale: run python scripts/compile_all.py")
+        return 0 if fresh else 1
+    cases = list(sample() if options.sample else matrix())
+    rows = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for row in pool.map(compile_case, cases):
+            rows.append(row)
+            print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    if not options.sample:
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(f'{{"source_hash": "{source_hash()}", "rows": [\n{lines}\n]}}\n')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
