@@ -1,20 +1,15 @@
 """`python -m tilewise.bench [run|plot|tune] ...`; without a verb it runs the benchmark."""
 
+import importlib
 import sys
+
+VERBS = ("run", "plot", "tune", "child")
 
 
 def main() -> int:
-    verb = sys.argv[1] if len(sys.argv) > 1 else "run"
-    rest = sys.argv[2:] if verb in ("run", "plot", "tune", "child") else sys.argv[1:]
-    if verb == "plot":
-        from .plot import main as entry
-    elif verb == "tune":
-        from .tune import main as entry
-    elif verb == "child":
-        from .child import main as entry
-    else:
-        from .run import main as entry
-    return entry(rest)
+    verb, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:2] and sys.argv[1] in VERBS else ("run", sys.argv[1:])
+    status: int = importlib.import_module(f".{verb}", __package__).main(rest)
+    return status
 
 
 if __name__ == "__main__":

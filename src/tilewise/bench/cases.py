@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 
@@ -139,7 +140,7 @@ def _paper(group: str, lengths: Iterable[int]) -> list[Case]:
 
 
 def _models() -> list[Case]:
-    def case(label: str, **fields) -> Case:
+    def case(label: str, **fields: Any) -> Case:
         return Case("models", label, **fields)
 
     return [
@@ -154,7 +155,7 @@ def _models() -> list[Case]:
 
 
 def _cpu() -> list[Case]:
-    shape = dict(heads=8, head_dim=64, dtype="fp32", device="cpu", passes=("fwd", "fwd+bwd"))
+    shape: dict[str, Any] = dict(heads=8, head_dim=64, dtype="fp32", device="cpu", passes=("fwd", "fwd+bwd"))
     handed = tuple(Bar(pass_, "sdpa_flash", 1 / 1.1) for pass_ in ("fwd", "fwd+bwd"))
     unfused = (Bar("fwd+bwd", "eager", 1.0),)
     cases = [
@@ -196,7 +197,7 @@ def _all_cases() -> list[Case]:
         ),
         Case("first_call", "d128-causal-4096", 4096, 16, 128, causal=True, kind="first_call", passes=("fwd", "fwd+bwd")),
     ]
-    one_pass = dict(heads=8, head_dim=64, dtype="fp32", device="cpu", passes=("fwd+bwd",))
+    one_pass: dict[str, Any] = dict(heads=8, head_dim=64, dtype="fp32", device="cpu", passes=("fwd+bwd",))
     cpu = [
         *_cpu(),
         Case("cpu_memory", "d64-32768", 32768, kind="memory", peak_limit=1_500_000_000, **one_pass),

@@ -186,7 +186,9 @@ def _bar_table(rows: list[Row]) -> list[str]:
         ours, peers = _timed(group)
         for bar in case.bars:
             peer = next((row for row in peers if row["provider"] == bar.peer), None)
-            for mine in ours if bar.pass_ == pass_ and peer else []:
+            if peer is None or bar.pass_ != pass_:
+                continue
+            for mine in ours:
                 measured = ratio(mine, peer)
                 verdict = "pass" if measured >= 0.99 * bar.ratio else "MISS"
                 what = f"{provider_label(mine)} / {bar.peer}"

@@ -78,10 +78,10 @@ class Benchmark:
     # ------------------------------------------------------------------------------------------------------------- budget
 
     def left(self) -> float:
-        """Seconds until the budget is spent."""
+        """Seconds in which new calls may start: the budget less a reserve, in which a call under way and the tables can end."""
         if self.options.budget is None:
             return float("inf")
-        return self.options.budget - (time.monotonic() - self.begin)
+        return self.options.budget - min(10.0, 0.1 * self.options.budget) - (time.monotonic() - self.begin)
 
     def _watch(self) -> threading.Timer | None:
         """Ends the process at the budget if a call or a compilation is still busy then: lines already written stay."""
@@ -95,7 +95,7 @@ class Benchmark:
                 print(closing_tables(self.rows), flush=True)
                 os._exit(0)
 
-        timer = threading.Timer(max(0.0, self.left()), stop)
+        timer = threading.Timer(self.options.budget, stop)
         timer.daemon = True
         timer.start()
         return timer
@@ -197,7 +197,7 @@ class Benchmark:
     # --------------------------------------------------------------------------------------------------------------- cases
 
     def _passes(self, case: Case) -> list[str]:
-        wanted = self.options.passes.split(",") if self.options.passes else case.passes
+        wanted = self.options.passes.split(",") if self.options.passes and case.kind == "speed" else case.passes
         return [pass_ for pass_ in case.passes if pass_ in wanted]
 
     def _case(self, case: Case) -> Iterator[Row]:
@@ -369,7 +369,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("tilewise bench", description="Time attention beside its peers, every result checked first.")
     p.add_argument("--cases", default="", help="groups or id patterns, comma-separated, in the order to measure; default all")
     p.add_argument("--providers", default="", help="names, comma-separated; ours with a backend as tilewise:triton; default all found")
-    p.add_argument("--passes", default="", help="of fwd,bwd,fwd+bwd; default what each case has")
+    p.add_argument("--passes", default="", help="of fwd,bwd,fwd+bwd, for cases of speed; default what each has")
     p.add_argument("--device", default="", choices=["", "cuda", "cpu"], help="default cuda where there is one")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--round-ms", type=float, default=30.0, help="length of one provider's turn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import statistics
 import subprocess
 import time
@@ -30,8 +31,7 @@ class Sensors:
         if device != "cuda" or torch.version.hip:
             return Sensors()
         try:
-            import pynvml
-
+            pynvml = importlib.import_module("pynvml")
             pynvml.nvmlInit()
             uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
             return Sensors(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()), pynvml)
@@ -102,14 +102,16 @@ class CudaClock:
             host = (time.perf_counter() - begin) / 3
             torch.cuda.synchronize()
             one = max(start.elapsed_time(end) / 3, 1e-3)
-            repetitions = max(3, min(MOST_QUEUED, round(self.round_ms / one)))
+            least = 3 if one < self.round_ms else 1
+            repetitions = max(least, min(MOST_QUEUED, round(self.round_ms / one)))
             self._calls[key] = (repetitions, host if host * 1e3 > 0.7 * one else 0.0)
         return self._calls[key]
 
     def round(self, call: Callable[[], Any], samples: Samples) -> None:
         """Times one round of a call and notes the median of its repetitions, the clock and the power."""
         repetitions, host = self._plan(call)
-        call()
+        if repetitions > 1:
+            call()
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
         if host:  # the host launches about as slowly as the device works, and events would time the gaps: queue all, then start
             torch.cuda._sleep(int(min(0.05, (host + 2e-5) * repetitions) * 2e9))  # cycles, at about 2 GHz

@@ -1,0 +1,377 @@
+"""The benchmark's own promises: what it checks, what it refuses to report, and that it ends in time."""
+
+import doctest
+import json
+import math
+import subprocess
+import sys
+import time
+import types
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise import reference
+from tilewise.bench import cases, child, peers, report, run, source_hash, timing, tune
+from tilewise.bench.cases import Bar, Case
+from tilewise.bench.check import Oracle, relative_error
+from tilewise.bench.peers import Inputs, Prepared, Provider
+from tilewise.kernels.triton import configs
+
+KEYS = {
+    *("run_id", "case", "head_dim", "head_dim_v", "seqlen", "batch", "heads", "kv_heads", "causal", "dtype", "pass", "provider"),
+    *("ms", "ms_q1", "ms_q3", "rounds", "tflops", "tbps", "peak_bytes", "error", "status"),
+    *("device", "torch", "triton", "clocks_mhz", "power_w", "source_hash"),
+}
+TINY = Case("tiny", "full", seqlen_q=40, heads=4, head_dim=16, batch=2, dtype="fp32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def known_ceilings(monkeypatch):
+    monkeypatch.setattr(run, "ceilings", lambda device: (1e12, 1e11))
+
+
+def options_of(case: Case, inputs: Inputs) -> dict:
+    """The arguments of the specification for a case."""
+    return dict(causal=case.causal, window_size=case.window, softcap=case.softcap, bias=inputs.bias, seqused_k=inputs.seqused_k)
+
+
+def benchmark(case: Case, providers: list[Provider], **options) -> run.Benchmark:
+    """A benchmark of one case with these providers alone."""
+    made = run.Benchmark(run.Options(device="cpu", rounds=3, round_ms=1, **options), report.Reporter(quiet=True))
+    made.cases, made.providers = [case], providers
+    return made
+
+
+def counting(name: str, order: list[str], change=lambda out: out) -> Provider:
+    """A correct provider that notes its calls; `change` may spoil its results."""
+
+    def prepare(case, inputs):
+        correct = peers.BUILT_IN["eager"].prepare(case, inputs).call
+
+        def call(*tensors):
+            order.append(name)
+            return change(correct(*tensors))
+
+        return Prepared(call)
+
+    return Provider(name, prepare)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ cases
+
+
+def test_the_paper_grid_has_its_18_cells():
+    grid = [c for c in cases.CASES if c.group == "paper"]
+    assert len({(c.head_dim, c.causal, c.seqlen_q) for c in grid}) == len(grid) == 18
+    assert {c.batch * c.seqlen_q for c in grid} == {16384}
+    assert {c.heads * c.head_dim for c in grid} == {2048}
+
+
+def test_ids_are_unique_and_select_keeps_the_order_of_its_patterns():
+    ids = [c.id for c in cases.CASES]
+    assert len(set(ids)) == len(ids)
+    assert [c.group for c in cases.select("short,bias", "cuda")] == ["short", "short", "bias"]
+    assert {c.device for c in cases.select("all", "cpu")} == {"cpu"}
+    with pytest.raises(ValueError, match=r"no case for cpu matches 'paper'; groups: cpu"):
+        cases.select("paper", "cpu")
+
+
+def test_padded_cases_count_the_keys_that_are_there():
+    case = replace(TINY, padded=True)
+    assert case.key_lengths() == [20, 40]
+    assert case.flops("fwd") * 4 == TINY.flops("fwd") * 3
+
+
+# ------------------------------------------------------------------------------------------------------------------------ check
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(),
+        dict(causal=True),
+        dict(causal=True, seqlen_k=56),
+        dict(window=(7, 3)),
+        dict(causal=True, window=(9, -1)),
+        dict(kv_heads=2, head_dim_v=8),
+        dict(softcap=1.5),
+        dict(bias=(1, 4, 40, 40)),
+        dict(bias=(2, 1, 40, 40), causal=True),
+        dict(padded=True),
+    ],
+    ids=str,
+)
+def test_the_oracle_is_the_specification(fields):
+    """Its slices against autograd through the reference, all in float64."""
+    case = replace(TINY, **fields)
+    if fields.get("kv_heads"):
+        case = replace(case, kv_heads=2)
+    inputs = Inputs.make(case)
+    leaves = inputs.leaves()
+    exact = [x.double() for x in leaves]
+    arguments = options_of(case, inputs) | {"bias": exact[3] if inputs.bias is not None else None}
+    out, _ = reference.attention(*exact[:3], **arguments)
+    grads = torch.autograd.grad(out, leaves, inputs.dout.double())
+    results = {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), grads, strict=False))}
+    oracle = Oracle(case, inputs, gradients=True)
+    for names in (["out"], ["dq", "dk", "dv"]):
+        error, right = oracle.judge({name: results[name] for name in names})
+        assert right and error < 1e-6
+    if case.bias is not None and case.bias[1] == case.heads:
+        error, right = oracle.judge({"dbias": results["dbias"]})
+        assert right and error < 1e-6
+
+
+@pytest.mark.parametrize("spoil", ["last head", "last row", "nan"])
+def test_the_oracle_sees_a_wrong_result(spoil):
+    inputs = Inputs.make(TINY)
+    out = peers.BUILT_IN["eager"].prepare(TINY, inputs).call(inputs.q, inputs.k, inputs.v).clone()
+    oracle = Oracle(TINY, inputs, gradients=False)
+    assert oracle.judge({"out": out})[1]
+    if spoil == "last head":
+        out[-1, :, -1] = out[-1, :, 0]
+    elif spoil == "last row":
+        out[0, -1, 0] = 0
+    else:
+        out[0, 3, 0, 2] = math.nan
+    error, right = oracle.judge({"out": out})
+    assert not right and not error < 0.01
+
+
+def test_sampled_rows_include_both_ends():
+    case = replace(TINY, seqlen_q=600)
+    inputs = Inputs.make(case)
+    oracle = Oracle(case, inputs, gradients=False, sampled=True)
+    assert oracle.rows is not None and len(oracle.rows) == 256
+    assert oracle.rows[0] == 0 and oracle.rows[-1] == 599
+    out = peers.BUILT_IN["eager"].prepare(case, inputs).call(inputs.q, inputs.k, inputs.v)
+    assert oracle.judge({"out": out})[1]
+
+
+def test_relative_error_of_zeros_is_the_difference():
+    assert relative_error(torch.full((4,), 0.5), torch.zeros(4)) == 1.0
+
+
+# -------------------------------------------------------------------------------------------------------------------------- run
+
+
+def test_every_row_has_the_keys_of_the_format_and_the_file_is_what_was_returned(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    made = benchmark(TINY, [peers.BUILT_IN[name] for name in ("tilewise", "eager", "sdpa_flash", "sdpa_cudnn")], out=out)
+    rows = made.run()
+    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+    assert {row["pass"] for row in rows} == {"fwd", "bwd", "fwd+bwd"}
+    for row in rows:
+        assert set(row) >= KEYS
+        if row["provider"] == "sdpa_cudnn":
+            assert row["status"] == "unsupported" and row["reason"]
+            assert row["ms"] is row["tflops"] is row["tbps"] is None
+        else:
+            assert row["status"] == "ok", row["reason"]
+            assert row["ms_q1"] <= row["ms"] <= row["ms_q3"]
+            assert row["rounds"] == len(row["ms_rounds"]) == 3
+            assert row["error"] < 1e-5
+            assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / row["ms"] / 1e9, rel=0.02, abs=1e-3)
+
+
+def test_no_speed_for_a_wrong_result_and_out_of_memory_is_a_value():
+    def out_of_memory(case, inputs):
+        def call(*tensors):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return Prepared(call)
+
+    providers = [counting("wrong", [], lambda out: out * 1.01), Provider("eager", out_of_memory)]
+    rows = benchmark(replace(TINY, passes=("fwd", "bwd")), providers).run()
+    for row in rows:
+        assert row["ms"] is row["tflops"] is row["tbps"] is None and row["rounds"] == 0
+        if row["provider"] == "wrong":
+            assert row["status"] == "wrong" and row["error"] > 1e-3
+        else:
+            assert row["status"] == "oom"
+            assert row["predicted_bytes"] > 2 * 2 * 4 * 40 * 40 * 4
+    assert "wrong" in report.closing_tables(rows)
+
+
+def test_providers_take_turns_and_no_round_starts_with_the_same_one():
+    order: list[str] = []
+    made = benchmark(replace(TINY, passes=("fwd",)), [counting(name, order) for name in "abc"])
+    made.run()
+    turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert turns[:3] == ["a", "b", "c"]  # the checks
+    assert "".join(turns[3:]) == "abcbcacab"
+
+
+def test_a_spent_budget_keeps_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(run.Benchmark, "_watch", lambda self: None)  # it ends the process, which here is the test's own
+    slow = Provider("slow", lambda case, inputs: Prepared(lambda *t: (time.sleep(0.2), peers._eager(case, inputs).call(*t))[1]))
+    made = benchmark(TINY, [slow], budget=1.0, out=tmp_path / "rows.jsonl")
+    made.cases = [TINY] * 50
+    begin = time.monotonic()
+    rows = made.run()
+    assert time.monotonic() - begin < 3
+    assert 0 < len(rows) < 50
+
+
+HANGING = """
+import time, sys
+from tilewise.bench import peers, run, report
+from tilewise.bench.cases import Case
+case = Case("tiny", "full", seqlen_q=40, heads=4, head_dim=16, dtype="fp32", device="cpu", passes=("fwd",))
+made = run.Benchmark(run.Options(device="cpu", budget=4.0, round_ms=1), report.Reporter())
+hang = peers.Provider("hang", lambda case, inputs: peers.Prepared(lambda *t: time.sleep(600)))
+made.cases, made.providers = [case, case], [peers.BUILT_IN["eager"]]
+original = made._case
+made._case = lambda c: (original(c), setattr(made, "providers", [hang]))[0]
+made.run()
+"""
+
+
+def test_a_call_that_never_returns_does_not_outlive_the_budget():
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin < 60
+    assert "budget of 4 s spent inside a call" in done.stdout
+
+
+def test_a_child_answers_first_calls_and_memory(capsys):
+    first = next(c for c in cases.CASES if c.group == "cpu_first_call")
+    assert child.main([json.dumps({"id": first.id, "pass": "fwd+bwd", "provider": "eager"})]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ms"] > 0 and answer["ms_warm"] > 0
+
+
+def test_ceilings_are_measured():
+    product, copy = timing.ceilings("cpu")
+    assert product > copy / 100 > 0
+
+
+def test_unknown_providers_are_refused_and_absent_ones_are_named():
+    with pytest.raises(ValueError, match="no provider is named 'fa9'"):
+        peers.find("fa9", "cpu")
+    found, missing = peers.find("eager,fa3,tilewise:tiled", "cpu")
+    assert [p.label for p in found] == ["eager", "tilewise:tiled"]
+    assert "fa3" in missing
+
+
+# ----------------------------------------------------------------------------------------------------------------------- report
+
+
+def timed(provider: str, ms: list[float], **fields) -> dict:
+    row = dict(case="paper", label="d128-full-16384", provider=provider, backend=None, ms=sorted(ms)[len(ms) // 2], ms_rounds=ms)
+    row |= dict(rounds=len(ms), tflops=500.0, status="ok", peak_bytes=None, reason=None)
+    return {**row, "pass": "fwd", **fields}
+
+
+def test_a_ratio_is_the_median_over_common_rounds():
+    assert report.ratio(timed("tilewise", [1, 2, 4]), timed("fa2", [2, 2, 4, 100])) == 1.0
+
+
+@pytest.mark.parametrize("peer_ms,verdict", [(1.34, "pass"), (1.30, "MISS")])
+def test_promises_pass_within_one_percent(peer_ms, verdict):
+    rows = [timed("tilewise", [1.0] * 5, backend="triton"), timed("sdpa_flash", [peer_ms] * 5)]
+    last = report.closing_tables(rows).splitlines()[-1]
+    assert "tilewise[triton] / sdpa_flash" in last and verdict in last
+    assert Bar("fwd", "sdpa_flash", 1.35) in next(c for c in cases.CASES if c.id == "paper/d128-full-16384").bars
+
+
+def test_where_we_lose_is_marked():
+    rows = [timed("tilewise", [2.0] * 5), timed("fa3", [1.0] * 5)]
+    assert "<- slower" in report.closing_tables(rows)
+
+
+def test_the_hash_follows_kernel_sources_alone(tmp_path):
+    kernels = tmp_path / "kernels" / "triton"
+    kernels.mkdir(parents=True)
+    (kernels / "a.py").write_text("x = 1\n")
+    before = source_hash.kernel_source_hash(tmp_path)
+    (tmp_path / "api.py").write_text("y = 1\n")
+    (kernels / "table.csv").write_text("z\n")
+    assert source_hash.kernel_source_hash(tmp_path) == before
+    (kernels / "a.py").write_text("x = 2\n")
+    assert source_hash.kernel_source_hash(tmp_path) != before
+    (kernels / "a.py").rename(kernels / "b.py")
+    (kernels / "b.py").write_text("x = 1\n")
+    assert source_hash.kernel_source_hash(tmp_path) != before
+
+
+# ------------------------------------------------------------------------------------------------------------------------- plot
+
+
+def picture_row(provider: str, n: int, pass_: str = "fwd", **fields) -> dict:
+    row = dict(case="paper", label=f"d64-full-{n}", kind="speed", head_dim=64, seqlen=n, heads=16, causal=False, dtype="bf16")
+    row |= dict(provider=provider, backend=None, ms=1.0, ms_rounds=[1.0, 1.1], tflops=300.0, peak_bytes=None, predicted_bytes=0)
+    row |= dict(status="ok", device="a device", torch="2", source_hash="0" * 64, ceiling_tflops=783.0)
+    return {**row, "pass": pass_, **fields}
+
+
+def test_pictures_are_drawn_in_both_themes(tmp_path):
+    plot = pytest.importorskip("tilewise.bench.plot")
+    rows = [picture_row(p, n, pass_) for p in ("tilewise", "fa3") for n in (1024, 4096) for pass_ in ("fwd", "bwd")]
+    rows += [picture_row("tilewise", n, "fwd+bwd", case="memory", kind="memory", peak_bytes=n * 100) for n in (1024, 4096)]
+    written = plot.draw(rows, tmp_path)
+    names = {path.name for path in written}
+    assert names == {f"{name}-{theme}.svg" for name in ("speed-fwd", "speed-bwd", "memory", "ratio") for theme in ("light", "dark")}
+    assert all(path.stat().st_size > 1000 for path in written)
+
+
+def test_out_of_memory_is_dashed_at_its_predicted_memory_never_zero():
+    plot = pytest.importorskip("tilewise.bench.plot")
+    shape = dict(case="memory", kind="memory", ms_rounds=[], tflops=None)
+    rows = [
+        picture_row("eager", 1024, "fwd+bwd", peak_bytes=2e9, **shape),
+        picture_row("eager", 4096, "fwd+bwd", status="oom", predicted_bytes=32e9, **shape),
+    ]
+    axis = plot.memory(rows).axes[0]
+    dashed = [line for line in axis.lines if line.get_linestyle() == "--"]
+    assert len(dashed) == 1
+    assert list(dashed[0].get_ydata()) == [2.0, 32.0]
+
+
+def test_a_rerun_replaces_the_rows_it_repeats():
+    plot = pytest.importorskip("tilewise.bench.plot")
+    rows = [picture_row("fa3", 1024, tflops=1.0), picture_row("fa3", 1024, tflops=2.0)]
+    assert [row["tflops"] for row in plot.latest(rows)] == [2.0]
+
+
+def test_examples_in_the_docstrings_hold():
+    for module in (cases, report):
+        assert doctest.testmod(module).failed == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------------- tune
+
+
+def test_candidates_start_with_the_table_and_fit_the_device():
+    key = ("sm90", 16, configs.FORWARD)
+    found = tune.candidates(key, 128, 232_448)
+    assert found[0] == configs.TABLE[key][128]
+    assert len(set(found)) == len(found) > 10
+    assert all(configs.shared_bytes(c, 16, configs.FORWARD, 128, 128) <= 232_448 for c in found[1:])
+
+
+def test_a_trial_is_in_force_only_inside_its_context():
+    key, other = ("sm90", 16, configs.DQ), configs.Config(32, 32, 4, 1)
+    before = configs.TABLE[key][64]
+    with tune.Trial(key, 64, other).in_force():
+        assert configs.choose("sm90", 232_448, 16, configs.DQ, 64, 64) == other
+    assert configs.TABLE[key][64] == before
+
+
+def test_the_rewritten_table_differs_in_the_tuned_entry_alone():
+    entry, new = (("sm90", 16, configs.DKDV), 256), configs.Config(32, 128, 4, 2, False)
+    text = tune.rewritten(Path(configs.__file__).read_text(), {entry: new})
+    module = types.ModuleType("rewritten")
+    sys.modules["rewritten"] = module  # dataclasses look their module up
+    try:
+        exec(compile(text, "rewritten", "exec"), module.__dict__)
+    finally:
+        del sys.modules["rewritten"]
+    as_values = {key: {dim: astuple(c) for dim, c in row.items()} for key, row in module.TABLE.items()}
+    expected = {key: {dim: astuple(c) for dim, c in row.items()} for key, row in configs.TABLE.items()}
+    expected[entry[0]][entry[1]] = astuple(new)
+    assert as_values == expected
