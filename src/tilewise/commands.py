@@ -15,7 +15,13 @@ from rich.table import Table
 import tilewise
 from tilewise import doctor as doctor_module
 
-app = typer.Typer(help="Exact attention for PyTorch, tile by tile.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Exact attention for PyTorch, tile by tile.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 console = Console()
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 Json = Annotated[bool, typer.Option("--json", help="Print plain JSON.")]

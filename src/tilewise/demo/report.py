@@ -13,12 +13,13 @@ from rich.table import Table
 
 from tilewise.demo import run as run_module
 from tilewise.demo.plot import human_bytes, human_length, human_seconds
+from tilewise.demo.training import NOISE_FACTOR
 
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[run_module.Progress]:
     """A `run.Progress` that draws one bar a stage on `console`."""
-    columns = (TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bars:
         tasks: dict[str, TaskID] = {}
 
@@ -39,14 +40,11 @@ def show(results: dict[str, Any], files: list[Path], console: Console) -> None:
 
 def _show_training(training: dict[str, Any], console: Console) -> None:
     losses = training["losses"]
-    table = Table(
-        title=f"Loss of a {training['parameters']:,}-parameter byte-level GPT on Python's own source "
-        f"(tilewise backend: {training['backend']})",
-        title_justify="left",
-        title_style="bold",
-        caption="tolerance: what summing in another order does to the same unfused model, times the factor of demo/training.py",
-        caption_justify="left",
+    _title(
+        f"Loss of a {training['parameters']:,}-parameter byte-level GPT on Python's own source (tilewise backend: {training['backend']})",
+        console,
     )
+    table = Table()
     for column in ("step", "unfused", "tilewise", "gap", "tolerance"):
         table.add_column(column, justify="right")
     last = training["steps"] - 1
@@ -60,6 +58,12 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
             f"{training['tolerances'][step]:.1e}",
         )
     console.print(table)
+    console.print(
+        f"tolerance: the largest gap so far between the unfused model and itself summing in another order, times {NOISE_FACTOR:.0f}, "
+        "plus float32 rounding",
+        style="dim",
+        highlight=False,
+    )
     verdict = "agree at every step" if training["agree"] else "DISAGREE: this is a bug, please report it"
     seconds = training["seconds"]
     console.print(
@@ -69,15 +73,12 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
 
 
 def _show_scaling(scaling: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title=f"One causal attention, forward + backward: {scaling['heads']} heads of {scaling['head_dim']}, {scaling['dtype']} "
+    _title(
+        f"One causal attention, forward + backward: {scaling['heads']} heads of {scaling['head_dim']}, {scaling['dtype']} "
         f"(tilewise backend: {scaling['backend']})",
-        title_justify="left",
-        title_style="bold",
-        caption="memory: the most that torch's allocator held beyond the inputs; ( ) predicted, over the limit of "
-        + human_bytes(scaling["memory_limit"]),
-        caption_justify="left",
+        console,
     )
+    table = Table()
     for column in ("context", "unfused memory", "tilewise memory", "unfused time", "tilewise time"):
         table.add_column(column, justify="right")
     points = {(point["seqlen"], point["provider"]): point for point in scaling["points"]}
@@ -85,6 +86,16 @@ def _show_scaling(scaling: dict[str, Any], console: Console) -> None:
         eager, ours = points.get((length, "eager")), points.get((length, "tilewise"))
         table.add_row(human_length(length), _memory(eager), _memory(ours), _time(eager), _time(ours))
     console.print(table)
+    console.print(
+        "memory: the most that torch's allocator held beyond the inputs; in parentheses: predicted, over the limit of "
+        + human_bytes(scaling["memory_limit"]),
+        style="dim",
+        highlight=False,
+    )
+
+
+def _title(text: str, console: Console) -> None:
+    console.print(text, style="bold", markup=False, highlight=False)
 
 
 def _memory(point: dict[str, Any] | None) -> str:

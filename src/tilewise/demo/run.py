@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +17,7 @@ import tilewise
 from tilewise.demo.model import ByteGPT, eager_attention
 from tilewise.demo.scaling import Shape, measure
 from tilewise.demo.text import draw_batches, standard_library_text
-from tilewise.demo.training import compare, train
+from tilewise.demo.training import Curve, compare, train
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(what is running, units done, units in all)."""
@@ -98,18 +100,21 @@ def _train_all(settings: Settings, device: torch.device, progress: Progress) -> 
         "tilewise": causal_attention,
         "eager_reversed": partial(eager_attention, reverse_keys=True),
     }
-    curves = {}
+    curves: dict[str, Curve] = {}
     for name, attention in attentions.items():
-        what = f"training with {name.replace('_', ', keys ')} attention"
-        done = 0
-        progress(what, done, settings.steps)
-
-        def on_step(loss: float, what: str = what) -> None:
-            nonlocal done
-            done += 1
-            progress(what, done, settings.steps)
-
-        curves[name] = train(attention, batches, seed=settings.seed, device=device, on_step=on_step)
+        what = f"training, {name.replace('_', ', keys ')}"
+        counter = itertools.count(1)
+        curves[name] = train(
+            attention,
+            # On a slow or busy machine the first run stops early; the others then do as many steps.
+            batches[: len(curves["eager"].losses)] if curves else batches,
+            seed=settings.seed,
+            device=device,
+            planned=settings.steps,
+            seconds=math.inf if curves else settings.time_budget / 2,
+            on_step=lambda loss, what=what, counter=counter: progress(what, next(counter), settings.steps),
+        )
+        progress(what, settings.steps, settings.steps)
     agreement = compare(curves["tilewise"], curves["eager"], curves["eager_reversed"])
     head_dim = ByteGPT(eager_attention).head_dim
     example = torch.empty(settings.batch, settings.context, 4, head_dim, device="meta")
@@ -117,7 +122,7 @@ def _train_all(settings: Settings, device: torch.device, progress: Progress) -> 
         "backend": tilewise.explain(example, example, example, causal=True, device=device).backend,
         "text_bytes": len(text),
         "parameters": sum(parameter.numel() for parameter in ByteGPT(eager_attention).parameters()),
-        "steps": settings.steps,
+        "steps": len(curves["eager"].losses),
         "batch": settings.batch,
         "context": settings.context,
         "losses": {name: curve.losses for name, curve in curves.items()},

@@ -33,14 +33,20 @@ def train(
     *,
     seed: int,
     device: torch.device,
+    planned: int | None = None,
+    seconds: float = math.inf,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> Curve:
-    """Train a `ByteGPT` in float32 on batches (steps, B, S + 1) and return its loss at each step; `on_step` is called with each."""
+    """Train a `ByteGPT` in float32 on batches (steps, B, S + 1) and return its loss at each step; `on_step` is called with each.
+
+    The learning rate follows a schedule of `planned` steps (default: as many as there are batches). After `seconds` the training stops
+    where it is, but not before ten steps.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = ByteGPT(attention)
     model.to(device)
-    steps = len(batches)
+    steps = planned or len(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 0.55 + 0.45 * math.cos(math.pi * step / steps))
@@ -55,6 +61,8 @@ def train(
         schedule.step()
         losses.append(loss.item())
         on_step(losses[-1])
+        if len(losses) >= 10 and time.perf_counter() - start > seconds:
+            break
     return Curve(losses, time.perf_counter() - start)
 
 
