@@ -1,0 +1,114 @@
+"""Attention on Hopper GPUs (sm_90): TMA, wgmma and warp specialisation, written in Gluon. Forward only.
+
+`why_not` says what these kernels cannot serve; such a call goes to the portable Triton kernels, with the same meaning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Operands, Outputs, Request, Rules, Target
+
+HEAD_DIM_LIMIT = 256
+
+
+@cache
+def _gluon_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return None if release >= (3, 6) else f"Triton {triton.__version__} is older than 3.6"
+
+
+def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:
+    """Why this backend cannot serve a call, in words; None if it can. Reads no values: meta tensors will do."""
+    if target.type != "cuda" or target.hip or target.capability != (9, 0):
+        return "it needs a Hopper GPU (compute capability 9.0)"
+    missing = _gluon_missing()
+    if missing is not None:
+        return missing
+    if request.backward:
+        return "it has no backward pass"
+    return _unserved_rule(t, r, request) or _unserved_tensor(t, request)
+
+
+def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
+    if t.bias is not None:
+        return "it does not read a bias"
+    if t.mask is not None:
+        return "it does not read a mask tensor"
+    if r.dropout_p > 0:
+        return "it has no dropout"
+    if r.score_mod or r.mask_mod:
+        return "it does not run score or mask functions"
+    if request.aux:
+        return f"it does not return {', '.join(sorted(request.aux))}"
+    return None
+
+
+def _unserved_tensor(t: Operands, request: Request) -> str | None:
+    if t.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 and float16, not {t.q.dtype}"
+    if request.out_dtype not in (None, t.q.dtype, torch.float32):
+        return f"it writes {t.q.dtype} or float32, not {request.out_dtype}"
+    for name, x in (("q", t.q), ("v", t.v)):
+        dim = x.shape[3]
+        if dim % 8 or not 8 <= dim <= HEAD_DIM_LIMIT:
+            return f"{name} has head dim {dim}: it needs a multiple of 8 from 8 to {HEAD_DIM_LIMIT}"
+    for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+        refusal = tma_refusal(x)
+        if refusal is not None:
+            return f"{name} has {refusal}"
+    tiles = -(-t.q.shape[2] // 64) * t.q.shape[0] * t.q.shape[1]
+    if max(tiles, t.q.shape[2] + t.k.shape[2]) >= 1 << 30:
+        return "it counts tiles and positions in 32 bits"
+    return None
+
+
+def tma_refusal(x: Tensor) -> str | None:
+    """Why TMA cannot address a (B, H, S, D) view, or None."""
+    *strides, inner = x.stride()
+    size = x.element_size()
+    if inner != 1:
+        return f"an inner stride of {inner}: TMA needs 1"
+    for extent, stride in zip(x.shape, strides, strict=False):
+        if extent > 1 and (stride <= 0 or stride * size % 16 or stride * size >= 1 << 40):
+            return f"a stride of {stride} elements: TMA needs positive multiples of 16 bytes"
+    if x.device.type != "meta" and x.data_ptr() % 16:
+        return "a first element that is not aligned to 16 bytes"
+    return None
+
+
+def forward(t: Operands, r: Rules, out: Outputs) -> None:
+    """Fill out.out (B, Hq, Sq, Dv) and out.lse (B, Hq, Sq) on the current stream of t.q's device. `why_not` must have said None.
+
+    Method: FlashAttention (Dao et al. 2022, 2023) as laid out for Hopper by Shah et al. 2024; see docs/hopper-forward.md.
+    """
+    from . import launch
+
+    if out.lse.numel() == 0:
+        return
+    if t.k.shape[2] == 0:
+        out.out.zero_()
+        out.lse.fill_(float("-inf"))
+        if t.sink is not None:
+            out.lse.copy_(t.sink.view(1, -1, 1).expand_as(out.lse))
+            if t.seqused_q is not None:
+                rows = torch.arange(out.lse.shape[2], device=out.lse.device)
+                beyond = rows >= t.seqused_q.view(-1, 1, 1)
+                out.lse.masked_fill_(beyond, float("-inf"))
+        return
+    if torch.cuda.current_device() == t.q.device.index:
+        launch.launch(t, r, out)
+    else:
+        with torch.cuda.device(t.q.device):
+            launch.launch(t, r, out)

@@ -1,0 +1,233 @@
+"""Synchronisation of the Hopper kernels in raw PTX: shared-memory barriers, named barriers, and what they need around them.
+
+Gluon's own barrier operations put a barrier of the whole warp group before every arrival. These do not: one elected thread arrives,
+which is enough after a wgmma wait because that wait covers the warp group (CUTLASS relies on the same). Addresses are
+`global_smem + offset`; the launcher reads the offset from the PTX of the compiled kernel.
+
+Phases: a barrier that is waited for with the parity of the phase *before* its first one returns at once. So "empty" barriers are
+waited for with the flipped parity and need no arrival before the first use.
+"""
+
+from .gluon_api import constexpr_function, gl, jit
+
+
+@jit
+def uniform(x):
+    """x (int32), marked equal across the warp: captured values reach worker warps through shared memory, where ptxas lost that."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@jit
+def shared_address(offset: gl.constexpr, anchor):
+    """Address of the byte `offset` of the CTA's shared memory. `anchor` is any int32 scalar."""
+    start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [anchor], dtype=gl.int32, is_pure=True, pack=1)
+    return start + offset
+
+
+@jit
+def thread_in_warpgroup(anchor):
+    """0..127"""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 t; mov.u32 t, %tid.x; and.b32 $0, t, 127; }",
+        "=r,r",
+        [anchor],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@constexpr_function
+def _power_of_two(n):
+    return n & (n - 1) == 0
+
+
+@constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@jit
+def stage_of(count, stages: gl.constexpr):
+    """Which of `stages` buffers the count-th use takes. Masks, not `%`: a division costs uniform registers."""
+    if _power_of_two(stages):  # noqa: SIM108
+        stage = count & (stages - 1)
+    else:
+        stage = count % stages
+    return stage
+
+
+@jit
+def phase_of(count, stages: gl.constexpr):
+    """The parity of the count-th use of a ring of `stages` barriers."""
+    if _power_of_two(stages):  # noqa: SIM108
+        phase = (count >> _log2(stages)) & 1
+    else:
+        phase = (count // stages) & 1
+    return phase
+
+
+@jit
+def wait(barrier, phase):
+    """Block until `phase` of the barrier at this address is complete. It ends a basic block: ptxas moves nothing across it."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra.uni AGAIN; mov.b32 $0, 0; }",
+        "=r,r,r",
+        [barrier, phase],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def arrive(barrier, thread):
+    """One arrival for the whole warp group; only right behind a wgmma wait (or another barrier) of all its warps."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
+        "=r,r,r",
+        [barrier, thread],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def arrive_if(barrier, thread, condition):
+    """`arrive` where the int32 `condition` is not 0."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; setp.ne.and.s32 p, $3, 0, p; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
+        "=r,r,r,r",
+        [barrier, thread, condition],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@constexpr_function
+def _named_barrier(kind, number, threads):
+    return f"bar.{kind} {number}, {threads}; mov.b32 $0, $1;"
+
+
+@jit
+def take_turn(number: gl.constexpr, threads: gl.constexpr, anchor):
+    """Wait at a named barrier until the warp group before this one has passed the turn on."""
+    text: gl.constexpr = _named_barrier("sync", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def pass_turn(number: gl.constexpr, threads: gl.constexpr, anchor):
+    """Let the warp group that waits at this named barrier go on; do not wait."""
+    text: gl.constexpr = _named_barrier("arrive", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def draw_tile(counter_ptr, anchor):
+    """Take the next number of a global counter; every lane of the (single) calling warp gets it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l, v; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.u32 v, 0; "
+        "@p atom.global.add.u32 v, [$1], 1; shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }",
+        "=r,l,r",
+        [counter_ptr, anchor],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def retire(counter_ptr, anchor, last):
+    """Count this CTA out; the one that finds `last` others gone puts both counters back to 0 for the next launch."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; .reg .u32 l, v; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.u32 v, 0; "
+        "@p atom.global.add.u32 v, [$1+4], 1; setp.eq.and.u32 q, v, $3, p; "
+        "@q st.global.u32 [$1], 0; @q st.global.u32 [$1+4], 0; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [counter_ptr, anchor, last],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def publish(slot, barrier, value):
+    """One warp writes a number into shared memory and arrives: the producer tells the consumers their next tile."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; @p st.shared.b32 [$1], $3; "
+        "@p mbarrier.arrive.shared::cta.b64 _, [$2]; mov.b32 $0, 0; }",
+        "=r,r,r,r",
+        [slot, barrier, value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def collect(slot, barrier):
+    """Every warp reads the published number; lane 0 of each arrives, so that the slot can be written again."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l, v; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; ld.volatile.shared.b32 v, [$1]; "
+        "shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$2]; }",
+        "=r,r,r",
+        [slot, barrier],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@constexpr_function
+def _rescale_text(n):
+    first, second = 2 * n, 2 * n + 2  # operands: n results, n tied inputs, n factors; wgmma's rows alternate every two
+    text = (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.f32 q, ${second}, 0f3F800000; "
+        "or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni SKIP; "
+    )
+    for i in range(n):
+        text += f"mul.f32 ${i}, ${i}, ${second if (i >> 1) & 1 else first}; "
+    return text + "SKIP: }"
+
+
+@constexpr_function
+def _rescale_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@jit
+def rescale(acc, alpha):
+    """acc * alpha[:, None] for a wgmma accumulator [64, n]; a warp whose factors are all exactly 1 branches past the products."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    n: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+    text: gl.constexpr = _rescale_text(n)
+    operands: gl.constexpr = _rescale_operands(n)
+    return gl.inline_asm_elementwise(text, operands, [acc, factor], dtype=gl.float32, is_pure=False, pack=n)
+
+
+@constexpr_function
+def _clear_text(units, rows, row_bytes, number):
+    shift = row_bytes.bit_length() - 1
+    return (
+        "{ .reg .pred p, q; .reg .u32 u, a, r, z; mov.u32 z, 0; mov.u32 u, $2; "
+        f"NEXT: shl.b32 a, u, 4; shr.u32 r, a, {shift}; and.b32 r, r, {rows - 1}; add.u32 a, a, $1; "
+        "setp.lt.s32 p, r, $3; setp.ge.s32 q, r, $4; or.pred p, p, q; "
+        "@p st.shared.v4.b32 [a], {z, z, z, z}; "
+        f"add.u32 u, u, 128; setp.lt.u32 p, u, {units}; @p bra NEXT; "
+        f"fence.proxy.async.shared::cta; bar.sync {number}, 128; mov.b32 $0, 0; }}"
+    )
+
+
+@jit
+def clear_rows(tile, first, last, thread, bytes: gl.constexpr, rows: gl.constexpr, row_bytes: gl.constexpr, number: gl.constexpr):
+    """Zero the rows outside [first, last) of a tile in shared memory, and let wgmma see it.
+
+    The swizzle moves 16-byte units only inside a row of `row_bytes`, so whole rows can be cleared without knowing it. Every warp
+    group that reads the tile clears all of it: both write the same zeros, and no warp group has to wait for another.
+    """
+    text: gl.constexpr = _clear_text(bytes // 16, rows, row_bytes, number)
+    gl.inline_asm_elementwise(text, "=r,r,r,r,r", [tile, thread, first, last], dtype=gl.int32, is_pure=False, pack=1)

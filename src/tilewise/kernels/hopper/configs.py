@@ -1,0 +1,227 @@
+"""Tiles, stages and registers of the Hopper forward kernel, and the shared memory each choice needs.
+
+A `Tile` is what a person tunes, a `Variant` is what the compiler sees: one compiled kernel per `Variant`. Neither holds a length or a
+batch size, so a call with other lengths never compiles again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may have on sm_90
+ROWS = 64  # query rows of one consumer warp group: the M of its wgmma
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One CTA: `warpgroups` consumers of 64 query rows each, one producer warp, a ring of `stages` key and value tiles."""
+
+    block_n: int
+    stages: int
+    warpgroups: int
+    ping_pong: bool  # consumers take turns at issuing their matrix products
+    overlap: bool  # the PV product of a block runs under the softmax of the next one
+    cross_tile: bool  # the last PV of a tile and its epilogue run under the first QK of the next; needs two Q buffers and one for O
+    consumer_registers: int
+    launch_registers: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Everything that the compiled kernel is specialised on."""
+
+    tile: Tile
+    dtype: str  # "bf16" or "fp16"
+    chunk: int  # columns of one Q or K tile in shared memory: a power of two
+    chunks: int  # so many of them make the head dim
+    dim_v: int  # columns of the V tile: a power of two
+    right: bool = False  # window_right >= 0 (causal is 0)
+    left: bool = False  # window_left >= 0
+    lengths_q: bool = False
+    lengths_k: bool = False
+    clear: bool = False  # keys may exist that no query sees: their V rows are cleared
+    scale_first: bool = False  # scores are scaled before the maximum: scale <= 0, softcap, ALiBi
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    store_tma: bool = True  # out leaves through shared memory and TMA; False: from registers
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.tile.warpgroups
+
+    @property
+    def block_n(self) -> int:
+        return self.tile.block_n
+
+    @property
+    def stages(self) -> int:
+        return self.tile.stages
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile.warpgroups
+
+    @property
+    def q_stages(self) -> int:
+        return 2 if self.tile.cross_tile else 1
+
+    @property
+    def positional(self) -> bool:
+        """Whether blocks other than the rightmost may need a mask."""
+        return self.right or self.left
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a row may see no key in a block that is visited."""
+        return self.positional or self.lengths_k
+
+    @property
+    def longest_first(self) -> bool:
+        return self.right and not self.left
+
+    # Numbers of the shared-memory barriers, one after the other; two data words follow.
+    @property
+    def q_full(self) -> int:
+        return 0
+
+    @property
+    def q_empty(self) -> int:
+        return self.q_full + self.warpgroups * self.q_stages
+
+    @property
+    def k_full(self) -> int:
+        return self.q_empty + self.warpgroups * self.q_stages
+
+    @property
+    def k_empty(self) -> int:
+        return self.k_full + self.stages
+
+    @property
+    def v_full(self) -> int:
+        return self.k_empty + self.stages
+
+    @property
+    def v_empty(self) -> int:
+        return self.v_full + self.stages
+
+    @property
+    def next_full(self) -> int:
+        return self.v_empty + self.stages
+
+    @property
+    def next_empty(self) -> int:
+        return self.next_full + 2
+
+    @property
+    def next_slot(self) -> int:
+        return self.next_empty + 2
+
+    @property
+    def barriers(self) -> int:
+        return self.next_slot + 2
+
+    @property
+    def barrier_words(self) -> int:
+        """How many are allocated: more than needed, so that the compiler, which places large buffers first, puts them behind the tiles."""
+        return 64
+
+    # Bytes of the tiles.
+    @property
+    def q_bytes(self) -> int:
+        """One warp group's Q chunk."""
+        return ROWS * self.chunk * 2
+
+    @property
+    def k_bytes(self) -> int:
+        """One K chunk."""
+        return self.block_n * self.chunk * 2
+
+    @property
+    def v_bytes(self) -> int:
+        return self.block_n * self.dim_v * 2
+
+    @property
+    def out_bytes(self) -> int:
+        """One warp group's O tile."""
+        return ROWS * self.dim_v * 2
+
+    @property
+    def q_swizzle(self) -> int:
+        return min(128, 2 * self.chunk)
+
+    @property
+    def v_swizzle(self) -> int:
+        return min(128, 2 * self.dim_v)
+
+    @property
+    def own_out_buffer(self) -> bool:
+        """Whether O has shared memory of its own; otherwise it leaves through Q's."""
+        return self.store_tma and (self.tile.cross_tile or self.out_bytes > self.chunks * self.q_bytes)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of the tiles; Q, K, V, O in this order, barriers behind them."""
+        q = self.warpgroups * self.q_stages * self.chunks * self.q_bytes
+        k = self.stages * self.chunks * self.k_bytes
+        v = self.stages * self.v_bytes
+        return q + k + v + (self.warpgroups * self.out_bytes if self.own_out_buffer else 0)
+
+
+_TWO = {"warpgroups": 2, "consumer_registers": 240, "launch_registers": 168}
+_THREE = {"warpgroups": 3, "consumer_registers": 160, "launch_registers": 128}
+
+TILES = {
+    "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, **_TWO),
+    "64 long": Tile(block_n=128, stages=2, ping_pong=False, overlap=True, cross_tile=True, **_THREE),
+    "64 long sequential": Tile(block_n=128, stages=2, ping_pong=False, overlap=False, cross_tile=False, **_THREE),
+    "128": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, **_TWO),
+    "192": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
+    "256": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
+}
+
+
+def tile_columns(head_dim: int) -> tuple[int, int]:
+    """(columns of a chunk, chunks) of the Q and K tiles for a head dim that is a multiple of 8: what lies past it is zero-filled."""
+    if head_dim <= 64:
+        return 64, 1
+    if head_dim <= 96:
+        return 32, 3
+    if head_dim <= 128:
+        return 128, 1
+    if head_dim <= 192:
+        return 64, 3
+    return 256, 1
+
+
+def value_columns(head_dim_v: int) -> int:
+    """Columns of the V and O tiles: the next supported power of two."""
+    return 64 if head_dim_v <= 64 else 128 if head_dim_v <= 128 else 256
+
+
+def tile_name(head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, plain: bool) -> str:
+    """The tile that serves a call. `plain`: no mask but causal, no score transformation.
+
+    Three consumers of head dim 64 need long sequences to fill their 192 rows and have 80 registers fewer each, so that they only
+    take calls without further features.
+    """
+    widest = max(head_dim, head_dim_v)
+    if widest <= 64:
+        if plain and seqlen_q >= 3072 and not causal:
+            return "64 long"
+        if plain and seqlen_q >= 8192:
+            return "64 long sequential"
+        return "64"
+    if widest <= 128:
+        return "128"
+    if head_dim <= 192 and head_dim_v <= 128:
+        return "192"
+    return "256"
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Offsets in shared memory of what raw PTX touches; the compiler places it, the launcher checks it."""
+
+    barriers: int
+    values: int

@@ -1,0 +1,234 @@
+"""From a call to a launch: the variant that serves it, its compiled kernel, descriptors, and the tile counter.
+
+Everything that depends on dtypes, head dims and features is prepared once and kept; a call with the same ones costs a dictionary
+look-up, four descriptors and a launch. Lengths are ordinary arguments: a new one never compiles.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...plan import Operands, Outputs, Rules
+from . import tma_refusal
+from .configs import TILES, Addresses, Variant, tile_columns, tile_name, value_columns
+from .forward import V_MARK, attention_forward
+from .gluon_api import Descriptor, compile_kernel, shared_layout
+
+L2_BYTES = 32 * 1024 * 1024  # of the 50 MB: what K and V of concurrently running heads may take
+LOG2_E = 1.4426950408889634
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(slots=True)
+class Program:
+    """A compiled variant and what its launches share."""
+
+    variant: Variant
+    addresses: Addresses
+    kernel: Any
+    q_layout: Any
+    v_layout: Any
+
+
+def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, str]:
+    """The Triton types of `attention_forward`'s arguments; out, slopes and sink name the element types of theirs."""
+
+    def tiled(rows: int, columns: int, swizzle: int) -> str:
+        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {columns}],{shared_layout(swizzle, 4)!r}>"
+
+    special = {
+        "q_desc": tiled(64, variant.chunk, variant.q_swizzle),
+        "k_desc": tiled(variant.block_n, variant.chunk, variant.q_swizzle),
+        "v_desc": tiled(variant.block_n, variant.dim_v, variant.v_swizzle),
+        "o_desc": tiled(64, variant.dim_v, variant.v_swizzle),
+        "lse_ptr": "*fp32",
+        "out_ptr": f"*{out}",
+        "counter_ptr": "*i32",
+        "lengths_q_ptr": "*i32",
+        "lengths_k_ptr": "*i32",
+        "slopes_ptr": f"*{slopes}",
+        "sink_ptr": f"*{sink}",
+        "scale": "fp32",
+        "exp_scale": "fp32",
+        "softcap": "fp32",
+        "stride_out_b": "i64",
+        "stride_out_h": "i64",
+        "stride_out_s": "i64",
+        "C": "constexpr",
+        "A": "constexpr",
+    }
+    return {name: special.get(name, "i32") for name in attention_forward.arg_names}
+
+
+def addresses_in(ptx: str, variant: Variant) -> Addresses:
+    """Where the compiler placed the barriers and, for a variant that clears V rows, the V tiles."""
+    found: dict[int, list[int]] = {}
+    for register, count in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (\d+);", ptx):
+        sums = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
+        found.setdefault(int(count), []).extend(int(x) for x in sums)
+    marks = found.pop(V_MARK.value, [0])
+    return Addresses(min(x for offsets in found.values() for x in offsets), marks[0])
+
+
+def predicted_addresses(variant: Variant) -> Addresses:
+    """Where they usually are: the tiles in the order of their allocation, the barriers behind them."""
+    q = variant.warpgroups * variant.q_stages * variant.chunks * variant.q_bytes
+    k = variant.stages * variant.chunks * variant.k_bytes
+    return Addresses(variant.tile_bytes, q + k if variant.clear else 0)
+
+
+def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addresses]:
+    """Compile a variant. The offsets that its raw PTX uses are compared with where the compiler put things, and corrected once."""
+    types = signature(variant, out, slopes, sink)
+    addresses = predicted_addresses(variant)
+    for _ in range(2):
+        kernel = compile_kernel(
+            attention_forward,
+            types,
+            {"C": variant, "A": addresses},
+            num_warps=4,
+            maxnreg=variant.tile.launch_registers,
+        )
+        actual = addresses_in(kernel.asm["ptx"], variant)
+        if actual == addresses:
+            return kernel, addresses
+        addresses = actual
+    raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
+
+
+def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
+    """The kernel that serves a call; `why_not` has said that one does."""
+    seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
+    dim, dim_v = t.q.shape[3], t.v.shape[3]
+    right, left = r.window_right >= 0, r.window_left >= 0
+    transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
+    lengths = t.seqused_q is not None or t.seqused_k is not None
+    plain = not (left or transforms or lengths or t.sink is not None) and r.window_right <= 0
+    name = tile_name(dim, dim_v, seqlen_q, seqlen_k, right, plain)
+    chunk, chunks = tile_columns(dim)
+    # Keys that no query sees: beyond a key length, or more than window_left before the first query.
+    behind = left and (t.seqused_q is not None or seqlen_k - seqlen_q > r.window_left)
+    return Variant(
+        tile=TILES[name],
+        dtype=_DTYPES[t.q.dtype],
+        chunk=chunk,
+        chunks=chunks,
+        dim_v=value_columns(dim_v),
+        right=right,
+        left=left,
+        lengths_q=t.seqused_q is not None,
+        lengths_k=t.seqused_k is not None,
+        clear=behind or t.seqused_k is not None,
+        scale_first=transforms,
+        softcap=r.softcap > 0,
+        alibi=t.alibi_slopes is not None,
+        sink=t.sink is not None,
+        store_tma=out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
+    )
+
+
+@lru_cache(maxsize=256)
+def program(variant: Variant, out: str, slopes: str, sink: str, device: int) -> Program:
+    kernel, addresses = build(variant, out, slopes, sink)
+    return Program(variant, addresses, kernel, shared_layout(variant.q_swizzle, 4), shared_layout(variant.v_swizzle, 4))
+
+
+def descriptor(x: Tensor, rows: int, columns: int, layout: Any) -> Descriptor:
+    """A (B, H, S, D) view for TMA, tile by tile of one head; the stride of a dimension of size 1 is replaced by a legal one."""
+    strides = [stride if extent > 1 else 8 for extent, stride in zip(x.shape, x.stride(), strict=True)]
+    strides[3] = 1
+    return Descriptor(x, list(x.shape), strides, [1, 1, rows, columns], layout)
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: torch.device) -> Tensor:
+    """Two int32 zeros: the next tile, and how many CTAs have left (the last one zeroes both again).
+
+    Launches on one stream run one after the other, so they share a pair. A captured graph may be replayed on any stream at any time: it
+    gets a pair of its own, zeroed inside the graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    pair = _counters.get(key)
+    if pair is None:
+        pair = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return pair
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def head_group(heads: int, group: int, bytes_per_key_head: int) -> int:
+    """How many query heads run together: the largest power of two whose K and V fit into the L2 cache."""
+    size = 1
+    while size < heads and (size * 2) * bytes_per_key_head <= L2_BYTES * group:
+        size *= 2
+    return size
+
+
+def launch(t: Operands, r: Rules, out: Outputs) -> None:
+    """Fill out.out and out.lse. Shapes and strides as `why_not` allows them, no dimension of size 0, on the current device."""
+    q, k, v = t.q, t.k, t.v
+    batch, heads, seqlen_q, _ = q.shape
+    heads_k, seqlen_k = k.shape[1], k.shape[2]
+    device = q.device
+    variant = variant_of(t, r, out)
+    slopes, sink = t.alibi_slopes, t.sink
+    prepared = program(
+        variant,
+        _DTYPES[out.out.dtype],
+        "fp32" if slopes is None else _DTYPES[slopes.dtype],
+        "fp32" if sink is None else _DTYPES[sink.dtype],
+        device.index,
+    )
+    q_desc = descriptor(q, 64, variant.chunk, prepared.q_layout)
+    k_desc = descriptor(k, variant.block_n, variant.chunk, prepared.q_layout)
+    v_desc = descriptor(v, variant.block_n, variant.dim_v, prepared.v_layout)
+    o_desc = descriptor(out.out, 64, variant.dim_v, prepared.v_layout) if variant.store_tma else v_desc
+    row_blocks = -(-seqlen_q // variant.block_m)
+    tiles = row_blocks * batch * heads
+    tickets = counter(device)
+    furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
+    pointer = out.lse.data_ptr()
+    kernel = prepared.kernel[(min(multiprocessors(device.index), tiles), 1, 1)]
+    kernel(
+        q_desc,
+        k_desc,
+        v_desc,
+        o_desc,
+        pointer,
+        out.out.data_ptr(),
+        tickets.data_ptr(),
+        pointer if t.seqused_q is None else t.seqused_q.data_ptr(),
+        pointer if t.seqused_k is None else t.seqused_k.data_ptr(),
+        pointer if slopes is None else slopes.data_ptr(),
+        pointer if sink is None else sink.data_ptr(),
+        r.softmax_scale,
+        LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E,
+        r.softcap,
+        seqlen_q,
+        seqlen_k,
+        heads,
+        heads // heads_k,
+        row_blocks,
+        batch * heads,
+        head_group(batch * heads, heads // heads_k, seqlen_k * (q.shape[3] + v.shape[3]) * q.element_size()),
+        min(r.window_left, furthest),
+        min(r.window_right, furthest),
+        0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+        v.shape[3],
+        *out.out.stride()[:3],
+        variant,
+        prepared.addresses,
+    )

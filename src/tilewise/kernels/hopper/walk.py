@@ -1,0 +1,252 @@
+"""The walk over tiles: which query rows a CTA takes next, which key blocks they see, and where those lie in memory.
+
+The producer and the consumers call the same functions, so they agree without talking to each other. The kernel knows tiles and key
+blocks only through this file: another way of finding them (a packed-sequence map, a page table, a block list) is another body here.
+"""
+
+from .barriers import uniform
+from .gluon_api import aggregate, constexpr_function, gl, jit
+
+
+@aggregate
+class Problem:
+    """Scalars and pointers of one call."""
+
+    lse_ptr: gl.tensor
+    out_ptr: gl.tensor
+    counter_ptr: gl.tensor
+    lengths_q_ptr: gl.tensor
+    lengths_k_ptr: gl.tensor
+    slopes_ptr: gl.tensor
+    sink_ptr: gl.tensor
+    scale: gl.tensor
+    exp_scale: gl.tensor  # turns a score into the exponent of 2
+    softcap: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor  # query heads a key head serves
+    row_blocks: gl.tensor
+    batch_heads: gl.tensor
+    head_group: gl.tensor  # heads whose K and V share the L2 cache
+    window_left: gl.tensor
+    window_right: gl.tensor
+    stride_slopes: gl.tensor
+    dim_v: gl.tensor
+    stride_out_b: gl.tensor
+    stride_out_h: gl.tensor
+    stride_out_s: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self,
+        lse_ptr,
+        out_ptr,
+        counter_ptr,
+        lengths_q_ptr,
+        lengths_k_ptr,
+        slopes_ptr,
+        sink_ptr,
+        scale,
+        exp_scale,
+        softcap,
+        seqlen_q,
+        seqlen_k,
+        heads,
+        group,
+        row_blocks,
+        batch_heads,
+        head_group,
+        window_left,
+        window_right,
+        stride_slopes,
+        dim_v,
+        stride_out_b,
+        stride_out_h,
+        stride_out_s,
+    ):
+        self.lse_ptr = lse_ptr
+        self.out_ptr = out_ptr
+        self.counter_ptr = counter_ptr
+        self.lengths_q_ptr = lengths_q_ptr
+        self.lengths_k_ptr = lengths_k_ptr
+        self.slopes_ptr = slopes_ptr
+        self.sink_ptr = sink_ptr
+        self.scale = scale
+        self.exp_scale = exp_scale
+        self.softcap = softcap
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.heads = heads
+        self.group = group
+        self.row_blocks = row_blocks
+        self.batch_heads = batch_heads
+        self.head_group = head_group
+        self.window_left = window_left
+        self.window_right = window_right
+        self.stride_slopes = stride_slopes
+        self.dim_v = dim_v
+        self.stride_out_b = stride_out_b
+        self.stride_out_h = stride_out_h
+        self.stride_out_s = stride_out_s
+
+
+@jit
+def in_every_warp(p):
+    """The problem as a worker warp should hold it: the integers that steer loops and addresses marked warp-uniform."""
+    return Problem(
+        p.lse_ptr,
+        p.out_ptr,
+        p.counter_ptr,
+        p.lengths_q_ptr,
+        p.lengths_k_ptr,
+        p.slopes_ptr,
+        p.sink_ptr,
+        p.scale,
+        p.exp_scale,
+        p.softcap,
+        uniform(p.seqlen_q),
+        uniform(p.seqlen_k),
+        uniform(p.heads),
+        uniform(p.group),
+        uniform(p.row_blocks),
+        uniform(p.batch_heads),
+        uniform(p.head_group),
+        uniform(p.window_left),
+        uniform(p.window_right),
+        p.stride_slopes,
+        p.dim_v,
+        p.stride_out_b,
+        p.stride_out_h,
+        p.stride_out_s,
+    )
+
+
+@aggregate
+class Tile:
+    """`block_m` query rows of one head, and the key blocks they visit, from `last_block` down."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    batch_head: gl.tensor
+    row: gl.tensor  # first query row
+    shift: gl.tensor  # query row i stands at position i + shift among the keys
+    rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
+    keys_begin: gl.tensor  # keys before this one are seen by no query of the batch item
+    keys_end: gl.tensor  # keys from here on are masked
+    last_block: gl.tensor
+    blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
+
+    @constexpr_function
+    def __init__(self, batch, head, batch_head, row, shift, rows_end, keys_begin, keys_end, last_block, blocks):
+        self.batch = batch
+        self.head = head
+        self.batch_head = batch_head
+        self.row = row
+        self.shift = shift
+        self.rows_end = rows_end
+        self.keys_begin = keys_begin
+        self.keys_end = keys_end
+        self.last_block = last_block
+        self.blocks = blocks
+
+
+@jit
+def number_of_tiles(C: gl.constexpr, p):
+    return p.row_blocks * p.batch_heads
+
+
+@jit
+def find_tile(C: gl.constexpr, p, number):
+    """The `number`-th tile. Where rows differ in length, long ones come first inside a group of heads whose K and V fit into L2."""
+    if C.longest_first:
+        section_size = p.row_blocks * p.head_group
+        section = number // section_size
+        inside = number - section * section_size
+        first_head = section * p.head_group
+        section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
+        step = inside // section_heads
+        row_block = p.row_blocks - 1 - step
+        batch_head = first_head + (inside - step * section_heads)
+    else:
+        batch_head = number // p.row_blocks
+        row_block = number - batch_head * p.row_blocks
+    batch = batch_head // p.heads
+    head = batch_head - batch * p.heads
+
+    length_q = p.seqlen_q
+    length_k = p.seqlen_k
+    if C.lengths_q:
+        length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
+    if C.lengths_k:
+        length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
+    row = row_block * C.block_m
+    shift = length_k - length_q
+    end = length_k
+    begin = length_k * 0
+    keys_begin = begin
+    if C.right:
+        end = gl.minimum(end, row + C.block_m + shift + p.window_right)
+    if C.left:
+        begin = gl.maximum(begin, row + shift - p.window_left)
+        keys_begin = gl.maximum(keys_begin, shift - p.window_left)
+    first_block = begin // C.block_n
+    last_block = gl.maximum(end - 1, 0) // C.block_n
+    blocks = last_block - first_block + 1
+    empty = end <= begin
+    if C.lengths_q:
+        empty = empty | (row >= length_q)
+    blocks = gl.where(empty, 1, blocks)
+    last_block = gl.where(empty, 0, last_block)
+    keys_end = gl.where(empty, 0, length_k)
+    return Tile(batch, head, batch_head, row, shift, length_q, keys_begin, keys_end, last_block, blocks)
+
+
+@jit
+def query_coordinates(C: gl.constexpr, p, tile, warpgroup: gl.constexpr, column: gl.constexpr):
+    """Where a warp group's rows start in Q and O, as (batch, head, row, column)."""
+    return tile.batch, tile.head, tile.row + 64 * warpgroup, column
+
+
+@jit
+def key_coordinates(C: gl.constexpr, p, tile, block, column: gl.constexpr):
+    """Where a block of keys starts in K and V, as (batch, head, row, column)."""
+    return tile.batch, tile.head // p.group, block * C.block_n, column
+
+
+@jit
+def plain_blocks(C: gl.constexpr, p, tile, row):
+    """[first, end) of the blocks of which every one of the 64 rows from `row` on sees every key: no mask there."""
+    first = tile.keys_end * 0
+    end = tile.keys_end
+    if C.right:
+        end = gl.minimum(end, row + tile.shift + p.window_right + 1)
+    if C.left:
+        first = (gl.maximum(row + 63 + tile.shift - p.window_left, 0) + C.block_n - 1) // C.block_n
+    return first, gl.maximum(end, 0) // C.block_n
+
+
+@jit
+def needs_mask(C: gl.constexpr, block, plain_first, plain_end):
+    cut = block >= plain_end
+    if C.left:
+        cut = cut | (block < plain_first)
+    return cut
+
+
+@jit
+def mask_scores(C: gl.constexpr, p, tile, block, row, s):
+    """-inf for what a row does not see. s [64, block_n] are the scores of the rows from `row` on."""
+    BLOCK_N: gl.constexpr = C.block_n
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))
+    cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+    start = block * BLOCK_N
+    if C.right:
+        end = gl.minimum(rows + (row + tile.shift + p.window_right + 1 - start), tile.keys_end - start)
+        s = gl.where(cols[None, :] < end[:, None], s, float("-inf"))
+    else:
+        s = gl.where(cols[None, :] < tile.keys_end - start, s, float("-inf"))
+    if C.left:
+        begin = rows + (row + tile.shift - p.window_left - start)
+        s = gl.where(cols[None, :] >= begin[:, None], s, float("-inf"))
+    return s
