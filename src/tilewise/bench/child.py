@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -89,11 +88,13 @@ def _once(call: Callable[..., torch.Tensor], pass_: str, inputs: Inputs) -> None
 def _resident_bytes() -> int:
     """What this process holds now; where the system does not say, the most that it ever held."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return _peak_bytes()
 
 
 def _peak_bytes() -> int:
+    import resource  # not on Windows, where everything else here works
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,33 @@
+"""Every test in this folder needs a CUDA device, runs on each GPU backend that is there, and gives its memory back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .common import BACKENDS
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason=f"needs a CUDA device, and torch {torch.__version__} sees none")
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(skip)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """The GPU backends by name: what a test does for one, it does for each."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back():
+    """Several processes share the card, so none keeps gigabytes that it no longer uses."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2 << 30:
+        torch.cuda.empty_cache()

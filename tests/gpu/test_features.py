@@ -1,0 +1,218 @@
+"""The feature matrix on the GPU at real sizes: output, LSE and every gradient against the specification in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import UnsupportedAttention, attention
+
+from .common import DTYPES, calling, compare, differentiates, qkv, randn, restride
+
+# Around tile multiples, single elements, lengths that no tile divides, and more queries than keys as well as fewer.
+LENGTHS = ((1, 1), (7, 7), (127, 127), (128, 129), (129, 128), (1000, 1000), (1, 1000), (1000, 7))
+
+# (head dim of q and k, of v, dtype, causal): each compiles its own kernels, so every width appears once and the common ones in full.
+WIDTHS = [
+    (64, 64, "bf16", False),
+    (64, 64, "bf16", True),
+    (64, 64, "fp16", True),
+    (64, 64, "fp32", True),
+    (128, 128, "bf16", False),
+    (128, 128, "bf16", True),
+    (128, 128, "fp16", False),
+    (128, 128, "fp32", False),
+    (256, 256, "bf16", True),
+    (256, 256, "fp32", True),
+    (192, 128, "bf16", True),
+    (16, 16, "bf16", True),
+    (16, 48, "fp32", False),
+    (40, 40, "bf16", False),
+    (80, 80, "fp16", True),
+    (96, 96, "bf16", True),
+    (33, 65, "bf16", True),
+    (1, 3, "fp32", False),
+    (160, 96, "bf16", False),
+    (250, 250, "bf16", False),
+]
+
+
+@pytest.mark.parametrize("dim,dim_v,dtype,causal", WIDTHS, ids=lambda value: str(value))
+def test_every_length(backend, dim, dim_v, dtype, causal):
+    for seqlen_q, seqlen_k in LENGTHS:
+        inputs = qkv(2, seqlen_q, seqlen_k, head_dim=dim, head_dim_v=dim_v, dtype=DTYPES[dtype])
+        compare({**inputs, "causal": causal}, backend, deterministic=False)
+    inputs = qkv(1, 4097, 4097, heads=2, kv_heads=1, head_dim=dim, head_dim_v=dim_v, dtype=DTYPES[dtype])
+    compare({**inputs, "causal": causal}, backend, deterministic=False)
+
+
+def lengths(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def visible(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, device="cuda") < 0.6
+
+
+# Arguments beside q (2, 333, 4, 64), k and v (2, 517, 2, 64); built when the test runs.
+FEATURES = {
+    "window": lambda: dict(window_size=(100, 30)),
+    "left window": lambda: dict(window_size=(64, -1)),
+    "right window": lambda: dict(window_size=(-1, 5)),
+    "causal window": lambda: dict(causal=True, window_size=(128, -1)),
+    "window of nothing but itself": lambda: dict(window_size=(0, 0)),
+    "softcap": lambda: dict(softcap=2.0),
+    "causal softcap": lambda: dict(softcap=5.0, causal=True),
+    "scale": lambda: dict(softmax_scale=0.3),
+    "negative scale": lambda: dict(softmax_scale=-0.2, causal=True),
+    "zero scale": lambda: dict(softmax_scale=0.0),
+    "alibi": lambda: dict(alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.1, causal=True),
+    "alibi per batch": lambda: dict(alibi_slopes=randn(2, 4, dtype=torch.float32).abs() * 0.1),
+    "sink": lambda: dict(learnable_sink=randn(4, dtype=torch.float32), causal=True),
+    "sink that dominates": lambda: dict(learnable_sink=randn(4, dtype=torch.float32) + 20),
+    "key lengths": lambda: dict(seqused_k=lengths(100, 517)),
+    "query lengths": lambda: dict(seqused_q=lengths(333, 50)),
+    "both lengths, causal": lambda: dict(seqused_q=lengths(200, 333), seqused_k=lengths(517, 64), causal=True),
+    "no keys, no queries": lambda: dict(seqused_q=lengths(333, 0), seqused_k=lengths(0, 517), learnable_sink=randn(4, dtype=torch.float32)),
+    "bias": lambda: dict(bias=randn(2, 4, 333, 517)),
+    "float32 bias, causal": lambda: dict(bias=randn(2, 4, 333, 517, dtype=torch.float32), causal=True),
+    "bias over the batch": lambda: dict(bias=randn(1, 4, 333, 517)),
+    "bias over heads": lambda: dict(bias=randn(2, 1, 333, 517)),
+    "bias over both": lambda: dict(bias=randn(333, 517)),
+    "bias of keys": lambda: dict(bias=randn(2, 1, 1, 517)),
+    "bias of queries": lambda: dict(bias=randn(1, 4, 333, 1)),
+    "bias of heads": lambda: dict(bias=randn(4, 1, 1)),
+    "bias of one number": lambda: dict(bias=randn(1).squeeze()),
+    "bias with -inf": lambda: dict(bias=randn(2, 4, 333, 517).masked_fill_(visible(2, 4, 333, 517), float("-inf"))),
+    "mask": lambda: dict(mask=visible(2, 4, 333, 517)),
+    "mask over heads, causal": lambda: dict(mask=visible(2, 1, 333, 517), causal=True),
+    "key padding": lambda: dict(mask=visible(2, 1, 1, 517)),
+    "mask with empty rows": lambda: dict(mask=visible(2, 1, 333, 1) & visible(1, 1, 333, 517)),
+    "dropout": lambda: dict(dropout_p=0.3, dropout_seed=0x1234_5678_9ABC_DEF0),
+    "causal dropout": lambda: dict(dropout_p=0.1, dropout_seed=-7, causal=True),
+    "everything": lambda: dict(
+        causal=True,
+        window_size=(200, -1),
+        softcap=3.0,
+        bias=randn(1, 4, 333, 517),
+        mask=visible(2, 1, 333, 517),
+        alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.05,
+        learnable_sink=randn(4, dtype=torch.float32),
+        seqused_q=lengths(300, 333),
+        seqused_k=lengths(517, 450),
+        dropout_p=0.2,
+        dropout_seed=11,
+        softmax_scale=0.2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature(backend, name):
+    compare({**qkv(), **FEATURES[name]()}, backend)
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "bias", "everything"])
+def test_features_in_float32(backend, name):
+    compare({**qkv(dtype=torch.float32), **FEATURES[name]()}, backend)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (3, 1), (8, 1), (6, 2), (15, 3), (40, 8), (7, 7)])
+def test_head_groups(backend, heads, kv_heads):
+    compare({**qkv(1, 130, 200, heads=heads, kv_heads=kv_heads), "causal": True}, backend)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "all"])
+@pytest.mark.parametrize("how", ["heads first", "one element in", "every second", "slice of packed"])
+def test_strides_change_nothing(backend, how, which):
+    """Each tensor behind other strides, alone and together: the same output and gradients as contiguous inputs, to rounding."""
+    plain = qkv(seqlen_q=200, seqlen_k=200)
+    dout = randn(2, 200, 4, 64)
+    strange = {name: restride(x, how) if which in (name, "all") else x for name, x in plain.items()}
+
+    def results(inputs):
+        leaves = {name: x.detach().requires_grad_(differentiates(backend)) for name, x in inputs.items()}
+        out, _ = calling(backend)(**leaves, causal=True)
+        grads = torch.autograd.grad(out, list(leaves.values()), dout) if differentiates(backend) else ()
+        return out.detach(), *grads
+
+    try:
+        got = results(strange)
+    except UnsupportedAttention as error:
+        if backend == "triton":
+            raise
+        pytest.skip(str(error))
+    for mine, expected in zip(got, results(plain), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("how", ["expanded", "transposed", "one element in", "every second"])
+def test_any_output_gradient(how):
+    inputs = {name: x.requires_grad_() for name, x in qkv(seqlen_q=150, seqlen_k=150).items()}
+    dout = {
+        "expanded": lambda: randn(1).expand(2, 150, 4, 64),
+        "transposed": lambda: randn(2, 4, 150, 64).transpose(1, 2),
+        "one element in": lambda: restride(randn(2, 150, 4, 64), how),
+        "every second": lambda: restride(randn(2, 150, 4, 64), how),
+    }[how]()
+    out = attention(**inputs, backend="triton")
+    got = torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True)
+    expected = torch.autograd.grad(out, list(inputs.values()), dout.contiguous())
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_layout_bhsd(backend):
+    arguments = {name: x.transpose(1, 2).contiguous() for name, x in qkv().items()}
+    compare({**arguments, "layout": "bhsd", "causal": True}, backend)
+
+
+def test_float32_output_of_16_bit_inputs(backend):
+    """An output that is not rounded to 16 bits is closer to the exact one than any that is."""
+    inputs = qkv(seqlen_q=256, seqlen_k=256)
+    wide, _ = calling(backend, out_dtype=torch.float32)(**inputs)
+    narrow, _ = calling(backend)(**inputs)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double().transpose(1, 2) for x in inputs.values()), enable_gqa=True
+    ).transpose(1, 2)
+    assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+    assert (wide - exact).abs().max() < (narrow - exact).abs().max()
+    torch.testing.assert_close(wide.to(torch.bfloat16), narrow, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("needed", ["q", "k", "v", "bias", "learnable_sink", "alibi_slopes"])
+def test_one_gradient_alone(needed):
+    """Whatever single input asks for its gradient, it is the one of the call that computes all."""
+    arguments = {
+        **qkv(seqlen_q=140, seqlen_k=160),
+        "bias": randn(1, 4, 140, 160),
+        "learnable_sink": randn(4, dtype=torch.float32),
+        "alibi_slopes": randn(4, dtype=torch.float32).abs() * 0.1,
+    }
+    dout = randn(2, 140, 4, 64)
+
+    def gradient(names):
+        leaves = {name: x.detach().requires_grad_(name in names) for name, x in arguments.items()}
+        out = attention(**leaves, causal=True, backend="triton", deterministic=True)
+        return torch.autograd.grad(out, leaves[needed], dout)[0]
+
+    torch.testing.assert_close(gradient([needed]), gradient(list(arguments)), rtol=0, atol=0)
+
+
+def test_autocast_casts_all_three():
+    inputs = qkv(seqlen_q=64, seqlen_k=64, dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = attention(**inputs, backend="triton")
+    assert out.dtype == torch.bfloat16
+    expected = attention(**{name: x.bfloat16() for name, x in inputs.items()}, backend="triton")
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [dict(seqlen_k=0), dict(seqlen_q=0), dict(batch=0)], ids=str)
+def test_empty_sizes(backend, shape):
+    inputs = {name: x.requires_grad_(differentiates(backend)) for name, x in qkv(**shape).items()}
+    out, lse = calling(backend)(**inputs, causal=True)
+    assert torch.all(out == 0) and torch.all(lse == float("-inf"))
+    if differentiates(backend):
+        for grad in torch.autograd.grad(out.sum(), list(inputs.values())):
+            assert torch.all(grad == 0)
