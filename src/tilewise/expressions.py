@@ -285,8 +285,8 @@ class Tracing(TorchFunctionMode):
 def _function(name: str) -> Callable[..., Any]:
     if name not in FUNCTIONS:
         raise UnsupportedAttention(
-            f"the operation {name.strip('_')!r} cannot be traced into a kernel; supported are Python's arithmetic, comparison and "
-            f"bitwise operators, indexing of captured tensors, and {', '.join(SUPPORTED)}"
+            f"the operation {name.removeprefix('__').removesuffix('__')!r} cannot be traced into a kernel; supported are Python's "
+            f"arithmetic, comparison and bitwise operators, indexing of captured tensors, and {', '.join(SUPPORTED)}"
         )
     return FUNCTIONS[name]
 
@@ -481,6 +481,11 @@ def index(graph: Graph, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
         lifted.append(number)
     if tensor.ndim == 0 and graph.device is not None and tensor.device.type == "cpu" and graph.device.type != "cpu":
         tensor = tensor.to(graph.device)
+    if graph.device is not None and tensor.device != graph.device:
+        raise ValueError(
+            f"a function of scores or masks captures a tensor of shape {tuple(tensor.shape)} that is on {tensor.device}, but the "
+            f"inputs are on {graph.device}; move it there"
+        )
     return graph.load(graph.slot(tensor), kind_of(tensor.dtype), tuple(lifted))
 
 
