@@ -141,15 +141,22 @@ def attention(
     )  # fmt: skip
     result: tuple[Tensor, ...]
     if backend == "reference":
-        full = reference.attention_full(**prepared.reference_arguments)
-        accumulate = plan.accumulator_dtype(q.dtype)
-        result = (full.out.to(out_dtype or prepared.op_arguments["q"].dtype), *(x.to(accumulate) for x in full[1:]))
+        result = _reference(prepared.reference_arguments, out_dtype)
     else:
         result = ops.attention_forward(**prepared.op_arguments)
     if not prepared.wants_aux:
         return result[0]
     by_name = dict(zip(_AUX_NAMES, result[1:], strict=True))
     return result[0], Aux(**{name: by_name[name] for name in prepared.aux_names})
+
+
+def _reference(arguments: dict[str, Any], out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """The specification with the op's conventions: dtypes, and contiguous output and gradients."""
+    # Flattening and back changes nothing, but its derivative lays the gradient out in the input's own order of dimensions.
+    flat = {name: arguments[name].reshape(-1).view(arguments[name].shape) for name in ("q", "k", "v")}
+    full = reference.attention_full(**(arguments | flat))
+    dtype = arguments["q"].dtype
+    return (full.out.to(out_dtype or dtype).contiguous(), *(x.to(plan.accumulator_dtype(dtype)) for x in full[1:]))
 
 
 def prepare(
@@ -214,7 +221,8 @@ def prepare(
     if check_values:
         check_values_on_device(seqused_q, seqused_k, sizes)
     seed = _seed(dropout_seed, dropout_p, q.device)
-    refuse_forward_mode(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, learnable_sink=sink)
+    if backend != "reference":
+        refuse_forward_mode(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, learnable_sink=sink)
 
     mask_mod, score_text, captured, dense = "", "", [], None
     if isinstance(mask, Tensor):
@@ -224,6 +232,8 @@ def prepare(
         window_left = _tighter(window_left, lowered.window_left)
         window_right = _tighter(window_right, lowered.window_right)
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod is {score_mod!r}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, or None")
     if score_mod is not None and backend != "reference":
         from .score_mod import trace_score_mod
 
@@ -252,6 +262,8 @@ def prepare(
 
 
 def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
+    if return_aux is not None and not isinstance(return_aux, (str, tuple, list, set, frozenset)):
+        raise TypeError(f"return_aux is {return_aux!r}; it must be one name or several of {', '.join(_AUX_NAMES)}")
     names = (return_aux,) if isinstance(return_aux, str) else tuple(return_aux or ())
     for name in names:
         if name not in _AUX_NAMES:
@@ -288,6 +300,8 @@ def _seed(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> 
             )
     elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"dropout_seed is {seed!r}; it must be None, an int, or a 0-d int64 tensor on the device of q")
+    elif seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"dropout_seed is {seed}; it must fit in 64 bits, signed or unsigned")
     if dropout_p == 0:
         return None
     if seed is None:

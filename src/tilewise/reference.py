@@ -109,7 +109,8 @@ def attention_full(
         slopes = alibi_slopes.to(compute_dtype).reshape(-1, heads)[..., None, None]  # (B or 1, Hq, 1, 1)
         s = s - slopes * (p - j).abs()
     if score_mod is not None:
-        s = _apply_score_mod(score_mod, s, b, h, i, j)
+        visible = visible & (s != NEG_INF)
+        s = _apply_score_mod(score_mod, torch.where(visible, s, 0.0), b, h, i, j)
     visible = visible & (s != NEG_INF)
     s = torch.where(visible, s, NEG_INF)
 
@@ -127,7 +128,7 @@ def attention_full(
     if learnable_sink is not None:
         l = l + torch.exp(sink - m)
     lse = torch.where(l == 0, NEG_INF, m + torch.log(torch.where(l == 0, 1.0, l)))
-    probs = torch.where(visible, torch.exp(s - torch.where(l == 0, 0.0, lse)[..., None]), 0.0)
+    probs = torch.exp(s - m[..., None]) / torch.where(l == 0, 1.0, l)[..., None]  # not exp(s - lse): log l vanishes beside a huge m
 
     dropped = probs
     if dropout_p > 0:
