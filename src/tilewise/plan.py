@@ -189,12 +189,14 @@ def select(
     """
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
+    if backend == "hopper" and request.backward:
+        backend = "auto"  # the Hopper kernels compute the forward pass; its gradients come from whatever is fastest for them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:
             raise UnsupportedAttention(
-                f"backend={backend!r} cannot serve this call: {reason}. Use backend='auto', which serves it with "
-                f"{select(t, r, request=request, target=target).backend!r}."
+                f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves it "
+                f"with {select(t, r, request=request, target=target).backend!r}."
             )
         return Plan(backend)
     declined = []
