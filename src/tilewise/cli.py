@@ -16,10 +16,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from tilewise.commands import app
     except ModuleNotFoundError as missing:
-        if missing.name not in ("typer", "rich", "click"):
+        package = (missing.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
         print(
-            f"The tilewise command line needs {missing.name}: install it with `pip install 'tilewise[demo]'` "
+            f"The tilewise command line needs {package}: install it with `pip install 'tilewise[demo]'` "
             "(`tilewise doctor` works without it).",
             file=sys.stderr,
         )
