@@ -488,12 +488,8 @@ def add_parameter_gradients(c: Chunk, i: slice, j: slice, tile: Scores, ds: Tens
     t, r = c.t, c.r
     ds_tile = c.per_head(ds)
     if r.score_mod:
-        raw = tile.raw.masked_fill_(tile.hidden, 0.0)  # its gradient there is 0, and 0 times a NaN must not appear
-        dscore, dcaptured = program(r.score_mod).vjp({"score": raw, **indices(c, i, j)}, t.captured, ds_tile.clone())
-        ds_tile.copy_(dscore).masked_fill_(tile.hidden, 0.0)
-        for total, part in zip(grads.dcaptured, dcaptured, strict=True):
-            if total is not None and part is not None:
-                total.add_(part)
+        dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile.clone(), grads.dcaptured)
+        ds_tile.copy_(dscore)
     if grads.dbias is not None:
         total = c.part(grads.dbias, i, j)
         total.add_(ds_tile.sum_to_size(total.shape))
