@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def differentiates(backend: str) -> bool:
     """Whether a backend has a backward pass."""
-    return hasattr(importlib.import_module(f"tilewise.kernels.{backend}"), "backward")
+    return backend == "auto" or hasattr(importlib.import_module(f"tilewise.kernels.{backend}"), "backward")
 
 
 def calling(backend: str, **fixed: Any) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,0 +1,282 @@
+"""How a call behaves inside a program: graphs, streams, synchronisation, repeated bits, compilation, checkpoints, several devices."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tilewise
+from tilewise import attention, masks, ops, reference
+from tilewise.api import prepare
+
+from .common import BACKENDS, calling, compare, differentiates, new_specializations, qkv, randn
+
+DIFFERENTIATING = [backend for backend in BACKENDS if differentiates(backend)]
+with_backward = pytest.mark.parametrize("backend", DIFFERENTIATING)
+
+
+def step(inputs, dout, **options):
+    """Output and gradients of one call."""
+    out = attention(**inputs, **options)
+    return out.detach(), *torch.autograd.grad(out, list(inputs.values()), dout)
+
+
+def capture(call):
+    """The graph of a call and its static results, after the warm-up that capture asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
+# --------------------------------------------------------------------------------------------------------------------- graphs
+
+
+@with_backward
+def test_a_captured_step_replays_on_new_values(backend):
+    inputs = {name: x.requires_grad_() for name, x in qkv(2, 300, 300).items()}
+    dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
+    options = dict(causal=True, seqused_k=used, backend=backend)
+    graph, results = capture(lambda: step(inputs, dout, **options))
+    for lengths in ([300, 100], [17, 300]):
+        with torch.no_grad():
+            for x in (*inputs.values(), dout):
+                x.copy_(torch.randn_like(x))
+            used.copy_(torch.tensor(lengths))
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        for got, expected in zip(replayed, step(inputs, dout, **options), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+@with_backward
+def test_dropout_draws_a_new_mask_each_replay_and_backward_uses_the_same(backend):
+    """V is the identity, so that the output is P after dropout, and dv must be its transpose times dout."""
+    inputs = {name: x.requires_grad_() for name, x in qkv(1, 64, 64, heads=2, kv_heads=2, dtype=torch.float32).items()}
+    with torch.no_grad():
+        inputs["v"].copy_(torch.eye(64, device="cuda")[None, :, None].expand(1, 64, 2, 64))
+    dout = randn(1, 64, 2, 64, dtype=torch.float32)
+    graph, (out, _, _, dv) = capture(lambda: step(inputs, dout, dropout_p=0.5, backend=backend))
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(out == 0)
+        assert 0.4 < seen[-1].float().mean() < 0.6
+        torch.testing.assert_close(dv, torch.einsum("bihj,bihd->bjhd", out, dout), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+def test_a_forward_graph(backend):
+    inputs = qkv(2, 200, 200)
+    with torch.no_grad():
+        graph, out = capture(lambda: attention(**inputs, causal=True, backend=backend))
+        for x in inputs.values():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(out, attention(**inputs, causal=True, backend=backend), rtol=0, atol=0)
+
+
+# -------------------------------------------------------------------------------------------------------- streams and the host
+
+
+@with_backward
+def test_only_the_current_stream_is_used(backend):
+    """On a side stream the inputs become right only after a long wait there: a kernel elsewhere would read the old ones."""
+    final, dout = qkv(2, 500, 500), randn(2, 500, 4, 64)
+    expected = step({name: x.clone().requires_grad_() for name, x in final.items()}, dout, backend=backend)
+    inputs = {name: torch.full_like(x, float("nan")).requires_grad_() for name, x in final.items()}
+    late = torch.full_like(dout, float("nan"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            for name, x in inputs.items():
+                x.copy_(final[name])
+            late.copy_(dout)
+        results = step(inputs, late, backend=backend)
+    torch.cuda.current_stream().wait_stream(side)
+    for got, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@with_backward
+@pytest.mark.parametrize("drop", [0.0, 0.2], ids=["plain", "dropout"])
+def test_no_host_synchronisation(backend, drop):
+    inputs = {name: x.requires_grad_() for name, x in qkv(2, 300, 300).items()}
+    dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
+    mask = torch.rand(2, 1, 300, 300, device="cuda") < 0.7
+    options = dict(causal=True, seqused_k=used, mask=mask, dropout_p=drop, backend=backend)
+    step(inputs, dout, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(inputs, dout, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_new_length_compiles_nothing(backend):
+    """Lengths, batch sizes and head counts are no part of a compiled kernel, those that Triton likes to specialise on included."""
+
+    def run(batch, seqlen_q, seqlen_k, heads, kv_heads):
+        inputs = {name: x.requires_grad_(differentiates(backend)) for name, x in qkv(batch, seqlen_q, seqlen_k, heads, kv_heads).items()}
+        out, _ = calling(backend)(**inputs, causal=True)
+        if differentiates(backend):
+            torch.autograd.grad(out, list(inputs.values()), torch.ones_like(out))
+
+    run(2, 200, 200, 4, 2)
+    shapes = [(2, 1, 1, 4, 2), (2, 16, 16, 4, 2), (1, 17, 1000, 4, 4), (3, 128, 256, 8, 1), (5, 1024, 1024, 1, 1), (1, 1, 4096, 16, 16)]
+    assert {shape: new_specializations(lambda shape=shape: run(*shape)) for shape in shapes} == dict.fromkeys(shapes, 0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_tensors_on_a_device_that_is_not_current(backend, compiled):
+    torch._dynamo.reset()
+    inputs = {name: x.to("cuda:1") for name, x in qkv(2, 200, 200).items()}
+    call = torch.compile(attention) if compiled else attention
+    with torch.cuda.device(0):
+        out = call(**inputs, causal=True, backend=backend)
+    expected, _ = reference.attention(**inputs, causal=True)
+    assert out.device == inputs["q"].device
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+# --------------------------------------------------------------------------------------------------------------- repeated bits
+
+
+@with_backward
+@pytest.mark.parametrize("dim", [64, 128])
+def test_100_runs_give_the_same_bits(backend, dim):
+    inputs = {name: x.requires_grad_() for name, x in qkv(2, 777, 1000, heads=8, kv_heads=2, head_dim=dim).items()}
+    bias = randn(1, 8, 777, 1000).requires_grad_()
+    dout = randn(2, 777, 8, dim)
+
+    def run():
+        out = attention(**inputs, bias=bias, causal=True, deterministic=True, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, [*inputs.values(), bias], dout)
+
+    first = run()
+    for _ in range(99):
+        for got, expected in zip(run(), first, strict=True):
+            assert torch.equal(got, expected)
+
+
+@with_backward
+@pytest.mark.unpoisoned
+def test_a_hidden_race_would_move_the_error(backend):
+    """Many short rows of keys under long queries, wide inputs, fifty backward passes: no run strays from the first."""
+    inputs = {name: (3 * x).requires_grad_() for name, x in qkv(64, 2048, 128, 1, 1, 128, dtype=torch.float16).items()}
+    dout = randn(64, 2048, 1, 128, dtype=torch.float16)
+    out = attention(**inputs, backend=backend)
+    first = torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True)
+    for _ in range(49):
+        for got, expected in zip(torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True), first, strict=True):
+            assert (got - expected).abs().max() <= 4e-3 * expected.abs().max()
+
+
+def test_forward_bits_do_not_depend_on_the_batch_around(backend):
+    """A batch item alone gives the bits that it gives among others."""
+    inputs = qkv(5, 300, 300)
+    whole = attention(**inputs, causal=True, backend=backend)
+    alone = attention(**{name: x[3:4] for name, x in inputs.items()}, causal=True, backend=backend)
+    assert torch.equal(whole[3:4], alone)
+
+
+# ----------------------------------------------------------------------------------------------------- compilation and autograd
+
+
+@pytest.mark.unpoisoned
+def test_compiled_whole_with_dynamic_lengths_and_no_recompile():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (128, 200, 333, 1000):
+            inputs = {name: x.requires_grad_() for name, x in qkv(2, n, n).items()}
+            for x in inputs.values():
+                torch._dynamo.mark_dynamic(x, 1)
+            dout = randn(2, n, 4, 64)
+            out = compiled(**inputs)
+            got = [out.detach(), *torch.autograd.grad(out, list(inputs.values()), dout)]
+            for mine, expected in zip(got, step(inputs, dout, causal=True), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-2, atol=1e-2)
+                assert mine.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=True),
+        dict(layout="bhsd", window_size=(20, 5)),
+        dict(softcap=2.0, return_aux="lse"),
+    ],
+    ids=["causal", "bhsd window", "softcap"],
+)
+def test_opcheck(options):
+    inputs = qkv(2, 70, 70)
+    if options.get("layout") == "bhsd":
+        inputs = {name: x.transpose(1, 2) for name, x in inputs.items()}
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    arguments = prepare(**inputs, **options).op_arguments
+    torch.library.opcheck(torch.ops.tilewise.attention_forward.default, tuple(arguments[name] for name in ops._FORWARD_ARGS))
+
+
+@with_backward
+def test_checkpointing_repeats_the_dropout_mask(backend):
+    inputs = {name: x.requires_grad_() for name, x in qkv(2, 200, 200).items()}
+    dout = randn(2, 200, 4, 64)
+
+    def call(q, k, v):
+        return attention(q, k, v, dropout_p=0.3, backend=backend, deterministic=True)
+
+    results = []
+    for run in (call, lambda *x: checkpoint(call, *x, use_reentrant=False)):
+        torch.manual_seed(5)
+        out = run(*inputs.values())
+        results.append([out.detach(), *torch.autograd.grad(out, list(inputs.values()), dout)])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+# --------------------------------------------------------------------------------------------- what the fast kernels do not take
+
+
+SERVED_ELSEWHERE = {
+    "chunked mask": lambda: dict(mask=masks.Chunked(50)),
+    "score function": lambda: dict(score_mod=lambda s, b, h, i, j: s + 0.0625 * (i - j)),
+    "custom mask": lambda: dict(mask=masks.Custom(lambda b, h, i, j: (i + j) % 3 != 0)),
+}
+
+
+@pytest.mark.parametrize("name", SERVED_ELSEWHERE)
+def test_every_call_is_served_on_a_gpu(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare({**qkv(2, 150, 170), **SERVED_ELSEWHERE[name]()}, "auto")
+
+
+def test_every_auxiliary_output_on_a_gpu():
+    inputs = qkv(2, 150, 170)
+    names = ("lse", "max_logits", "key_mass", "entropy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, aux = attention(**inputs, causal=True, return_aux=names)
+    expected = reference.attention_full(**inputs, causal=True)
+    for name in names:
+        torch.testing.assert_close(getattr(aux, name).double(), getattr(expected, name), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_auto_takes_a_fast_backend(dtype):
+    explained = tilewise.explain(**qkv(2, 256, 256, dtype=dtype), causal=True)
+    assert explained.backend in BACKENDS
+    assert explained.roofline_ms is None or explained.roofline_ms > 0
