@@ -54,7 +54,8 @@ def test_support_table_names_a_backend_for_every_feature(tables: Any) -> None:
 def row(provider: str, tflops: float | None, **changed: Any) -> dict[str, Any]:
     return {
         "run_id": "b", "case": "paper", "head_dim": 128, "seqlen": 16384, "causal": True, "dtype": "bf16", "pass": "fwd",
-        "provider": provider, "backend": None, "tflops": tflops, "ms": 1.0, "status": "ok", "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
+        "provider": provider, "backend": None, "tflops": tflops, "ms": 1.0, "status": "ok",
+        "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
         "date": "2026-01-02",
     } | changed  # fmt: skip
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 # Two colours of the Okabe-Ito palette, told apart in every common form of colour blindness and in grey; the marker differs as well.
-STYLE = {"eager": {"color": "#D55E00", "marker": "s"}, "tilewise": {"color": "#0072B2", "marker": "o"}}
+STYLE: dict[str, dict[str, Any]] = {"eager": {"color": "#D55E00", "marker": "s"}, "tilewise": {"color": "#0072B2", "marker": "o"}}
 INK, MUTED, PAPER = "#1f2328", "#6e7781", "#ffffff"
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tilewise.demo import run as run_module
 from tilewise.demo.plot import human_bytes, human_length, human_seconds
+from tilewise.demo.run import Progress as Listener
 from tilewise.demo.training import NOISE_FACTOR
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[run_module.Progress]:
-    """A `run.Progress` that draws one bar a stage on `console`."""
+def progress_bar(console: Console) -> Iterator[Listener]:
+    """A listener for `run` that draws one bar a stage on `console`."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bars:
         tasks: dict[str, TaskID] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.demo.model import ByteGPT, eager_attention
+from tilewise.demo.model import Attention, ByteGPT, eager_attention
 from tilewise.demo.scaling import Shape, measure
 from tilewise.demo.text import draw_batches, standard_library_text
 from tilewise.demo.training import Curve, compare, train
@@ -95,7 +95,7 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
 def _train_all(settings: Settings, device: torch.device, progress: Progress) -> dict[str, Any]:
     text = standard_library_text()
     batches = draw_batches(text, settings.steps, settings.batch, settings.context, settings.seed)
-    attentions = {
+    attentions: dict[str, Attention] = {
         "eager": eager_attention,
         "tilewise": causal_attention,
         "eager_reversed": partial(eager_attention, reverse_keys=True),
@@ -103,7 +103,6 @@ def _train_all(settings: Settings, device: torch.device, progress: Progress) -> 
     curves: dict[str, Curve] = {}
     for name, attention in attentions.items():
         what = f"training, {name.replace('_', ', keys ')}"
-        counter = itertools.count(1)
         curves[name] = train(
             attention,
             # On a slow or busy machine the first run stops early; the others then do as many steps.
@@ -112,7 +111,7 @@ def _train_all(settings: Settings, device: torch.device, progress: Progress) -> 
             device=device,
             planned=settings.steps,
             seconds=math.inf if curves else settings.time_budget / 2,
-            on_step=lambda loss, what=what, counter=counter: progress(what, next(counter), settings.steps),
+            on_step=_step_counter(progress, what, settings.steps),
         )
         progress(what, settings.steps, settings.steps)
     agreement = compare(curves["tilewise"], curves["eager"], curves["eager_reversed"])
@@ -131,6 +130,11 @@ def _train_all(settings: Settings, device: torch.device, progress: Progress) -> 
         "tolerances": agreement.tolerances,
         "agree": agreement.holds,
     }
+
+
+def _step_counter(progress: Progress, what: str, total: int) -> Callable[[float], None]:
+    steps = itertools.count(1)
+    return lambda loss: progress(what, next(steps), total)
 
 
 def _measure_all(settings: Settings, device: torch.device, progress: Progress) -> dict[str, Any]:
