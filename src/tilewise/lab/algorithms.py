@@ -51,9 +51,7 @@ class Inputs:
         """The sizes alone."""
         heads, n, d = self.q.shape
         mask = self.tile_mask().to(torch.int64)
-        rows, cols = (
-            torch.tensor([s.stop - s.start for s in tile_ranges(n, block)]) for block in (self.tiles.block_m, self.tiles.block_n)
-        )
+        rows, cols = (torch.tensor([s.stop - s.start for s in tile_ranges(n, block)]) for block in (self.tiles.block_m, self.tiles.block_n))
         visit = Visit(int(mask.sum()), int((mask @ cols).sum()), int((rows[:, None] * mask).sum()), int(rows @ mask @ cols))
         return Case(heads, n, d, self.q.element_size(), self.tiles, visit, self.piece or d)
 
@@ -71,7 +69,7 @@ class Algorithm:
     pass_: str
     title: str
     predict: Callable[[Case, int], Prediction]  # the second argument: programs that run side by side
-    count: Callable[[DeviceMemory, Inputs], Results]
+    count: Callable[[DeviceMemory, Inputs], Results] | None  # None: its traffic can be counted on a GPU only
     launch: Callable[[Inputs], Callable[[], Results]]
 
 
@@ -119,9 +117,9 @@ def _count_fa1_forward(memory: DeviceMemory, inputs: Inputs) -> Results:
 def _count_fa1_backward(memory: DeviceMemory, inputs: Inputs) -> Results:
     q, k, v, do = _place(memory, inputs)
     before = DeviceMemory()  # what the forward pass left behind is input here
-    state = _fa1_state(before, inputs)
-    fa1.forward(before, *(before.place(x.name, x.data) for x in (q, k, v)), *state, inputs.scale, inputs.tiles)
-    o, m, l = (memory.place(x.name, x.data) for x in state)
+    o, m, l = _fa1_state(before, inputs)
+    fa1.forward(before, *_place(before, inputs)[:3], o, m, l, inputs.scale, inputs.tiles)
+    o, m, l = (memory.place(x.name, x.data) for x in (o, m, l))
     dq = memory.result("dq", tuple(q.shape), accumulator(q.dtype))
     dk, dv = (memory.result(name, tuple(q.shape), q.dtype) for name in ("dk", "dv"))
     fa1.backward(q, k, v, o, m, l, do, dq, dk, dv, inputs.scale, inputs.tiles)
@@ -143,9 +141,9 @@ def _count_fa2_forward(memory: DeviceMemory, inputs: Inputs) -> Results:
 def _count_fa2_backward(memory: DeviceMemory, inputs: Inputs) -> Results:
     q, k, v, do = _place(memory, inputs)
     before = DeviceMemory()
-    outputs = _outputs(before, inputs)
-    fa2.forward(before, *(before.place(x.name, x.data) for x in (q, k, v)), *outputs, inputs.scale, inputs.tiles)
-    o, lse = (memory.place(x.name, x.data) for x in outputs)
+    o, lse = _outputs(before, inputs)
+    fa2.forward(before, *_place(before, inputs)[:3], o, lse, inputs.scale, inputs.tiles)
+    o, lse = (memory.place(x.name, x.data) for x in (o, lse))
     dq, dk, dv = (memory.result(name, tuple(q.shape), q.dtype) for name in ("dq", "dk", "dv"))
     fa2.backward(memory, q, k, v, o, lse, do, dq, dk, dv, inputs.scale, inputs.tiles)
     return {"dq": dq.data, "dk": dk.data, "dv": dv.data}
@@ -165,7 +163,7 @@ def _count_block_sparse(memory: DeviceMemory, inputs: Inputs) -> Results:
     lists = [memory.scratch(name, tuple(x.shape), x.dtype) for name, x in (("counts", counts), ("indices", indices))]
     for target, source in zip(lists, (counts, indices), strict=True):
         target.data.copy_(source)  # made beforehand, from the mask alone
-    block_sparse.forward(memory, q, k, v, o, lse, *lists, inputs.scale, inputs.tiles)
+    block_sparse.forward(memory, q, k, v, o, lse, lists[0], lists[1], inputs.scale, inputs.tiles)
     return {"o": o.data, "lse": lse.data}
 
 
@@ -259,11 +257,33 @@ def _launch_block_sparse(inputs: Inputs) -> Callable[[], Results]:
     return run
 
 
+def _launch_production(pass_: str) -> Callable[[Inputs], Callable[[], Results]]:
+    def prepare(inputs: Inputs) -> Callable[[], Results]:
+        from .. import attention
+
+        leaves = [x[None].detach().requires_grad_(pass_ == "bwd") for x in (inputs.q, inputs.k, inputs.v)]
+        if pass_ == "fwd":
+            return lambda: {"o": attention(*leaves, layout="bhsd")[0]}
+        o = attention(*leaves, layout="bhsd")
+
+        def run() -> Results:
+            grads = torch.autograd.grad(o, leaves, inputs.do[None], retain_graph=True)
+            return {name: g[0] for name, g in zip(("dq", "dk", "dv"), grads, strict=True)}
+
+        return run
+
+    return prepare
+
+
 # ---------------------------------------------------------------------------------------------------------------- the table
 
 
 def _predict_softmax(passes: int) -> Callable[[Case, int], Prediction]:
     return lambda case, at_once: predict.softmax_rows(case.heads * case.n, case.d, case.itemsize, passes, at_once)
+
+
+def _predict_production(pass_: str) -> Callable[[Case, int], Prediction]:
+    return lambda case, at_once: predict.production(case, pass_)
 
 
 SOFTMAX = tuple(
@@ -278,11 +298,19 @@ FA2_BACKWARD = Algorithm(
     "fa2", "bwd", "FlashAttention-2 order", lambda c, _: predict.fa2_backward(c), _count_fa2_backward, _launch_fa2_backward
 )
 SPLIT_DIM = Algorithm(
-    "split_dim", "fwd", "FlashAttention-2 order, D in pieces", lambda c, _: predict.split_dim_forward(c), _count_split_dim, _launch_split_dim
+    "split_dim",
+    "fwd",
+    "FlashAttention-2 order, D cut",
+    lambda c, _: predict.split_dim_forward(c),
+    _count_split_dim,
+    _launch_split_dim,
 )
 BLOCK_SPARSE = Algorithm(
     "block_sparse", "fwd", "block-sparse", lambda c, _: predict.block_sparse_forward(c), _count_block_sparse, _launch_block_sparse
 )
 ATTENTION = (STANDARD, FA1, FA2, SPLIT_DIM, BLOCK_SPARSE, FA1_BACKWARD, FA2_BACKWARD)
-ALL = SOFTMAX + ATTENTION
-
+PRODUCTION = tuple(
+    Algorithm("tilewise", pass_, "tilewise.attention", _predict_production(pass_), None, _launch_production(pass_))
+    for pass_ in ("fwd", "bwd")
+)
+ALL = SOFTMAX + ATTENTION + PRODUCTION

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..cost import Device
+from ..cost import Device, Problem, exponentials, flops
 from .traffic import Tiles
+
+L2_BYTES = 50 << 20  # the second-level cache of a Hopper GPU, assumed where no device says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,25 @@ def block_sparse_forward(c: Case) -> Prediction:
         exponentials=c.heads * (visit.pairs + visit.queries),
         extra_bytes=row + 4 * c.tiles_m * (1 + c.tiles_n),
         on_chip_bytes=fa2_forward(c).on_chip_bytes,
+    )
+
+
+def production(c: Case, pass_: str) -> Prediction:
+    """The kernels that `tilewise.attention` chooses: every input and output once, as `tilewise.cost` says; their tiles are their own."""
+    problem = Problem(batch=1, heads=c.heads, seqlen_q=c.n, head_dim=c.d, itemsize=c.itemsize)
+    wide, row = c.heads * c.n * c.d * c.itemsize, c.heads * c.n * c.state
+    loads, stores = (("q", "k", "v"), ("o",)) if pass_ == "fwd" else (("q", "k", "v", "o", "do"), ("dq", "dk", "dv"))
+    streams = (
+        *(Stream("load", name, wide) for name in loads),
+        *(Stream("store", name, wide) for name in stores),
+        Stream("store" if pass_ == "fwd" else "load", "lse", row),
+    )
+    return Prediction(
+        (Launch("attention", streams),),
+        flops=flops(problem, pass_),
+        exponentials=exponentials(problem, pass_),
+        extra_bytes=row,
+        on_chip_bytes=0,
     )
 
 

@@ -1,0 +1,309 @@
+"""`tilewise lab`: every step of the road on this machine, prediction beside measurement.
+
+On any machine the counted twins run and every tile they move is compared with the closed form of `predict`. Where there is a CUDA device
+the kernels run too (`lab.gpu`); their bytes need a profiler (`lab.profile`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cost import device_named
+from . import claims, results
+from .algorithms import Inputs, Results
+from .predict import L2_BYTES, theorem_elements
+from .results import Row
+from .sweeps import Point, cpu_points
+from .traffic import DeviceMemory
+
+SEQLENS = (256, 512, 1024)
+HEAD_DIMS = (32, 64)
+ROOFLINE_DEVICE = "NVIDIA H200"
+
+
+def run_lab(
+    seqlens: tuple[int, ...] = SEQLENS,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    *,
+    budget_s: float = 90.0,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Counts the bytes of every step on the CPU and returns a row for each; stops before `budget_s` seconds are spent.
+
+    A row has the keys of its `sweeps.Point`, those of `results.predicted`, `counted_bytes`, `counted_loads`, `counted_stores`,
+    `counted_extra_bytes`, `error` (the largest absolute difference from float64), `seconds` of the counted run and `status`: "ok", or
+    "wrong" where the result is not that of attention. The last rows are the experiments of `claims`.
+
+    >>> rows = run_lab((64,), (16,), budget_s=30)
+    >>> all(row["counted_bytes"] == row["predicted_bytes"] for row in rows if row["experiment"] == "bytes")
+    True
+    """
+    begin, rows, shared = time.monotonic(), [], results.common("cpu")
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+
+    for claim in claims.ALL:
+        finding = claim()
+        add(shared | {"experiment": "claim", "claim": finding.name, "said": finding.said, "found": finding.found,
+                      "holds": finding.holds, "numbers": finding.numbers, "status": "ok"})  # fmt: skip
+    for point in cpu_points(seqlens, head_dims):
+        if time.monotonic() - begin > 0.85 * budget_s:
+            break
+        add(shared | count(point))
+    return rows
+
+
+def count(point: Point) -> Row:
+    """One point on the CPU: predicted, counted, checked."""
+    step, inputs = point.found(), point.inputs(torch.float32, "cpu")
+    prediction = step.predict(inputs.case(), 1)
+    memory = DeviceMemory()
+    if step.count is None:
+        call = step.launch(inputs)
+        call()  # the first call pays for imports and plans
+        begin = time.perf_counter()
+        got = call()
+    else:
+        begin = time.perf_counter()
+        got = step.count(memory, inputs)
+    seconds = time.perf_counter() - begin
+    errors = error(got, exact(inputs, point.algorithm))
+    roofline = device_named(ROOFLINE_DEVICE)
+    assert roofline is not None
+    counted = {
+        "counted_bytes": memory.bytes(),
+        "counted_loads": memory.bytes("load"),
+        "counted_stores": memory.bytes("store"),
+        "counted_extra_bytes": memory.peak_scratch_bytes,
+    }
+    return {
+        **point.row(),
+        "dtype": "float32",
+        **results.predicted(prediction, L2_BYTES),
+        **(counted if step.count is not None else dict.fromkeys(counted)),
+        "theorem_elements": theorem_elements(point.n, point.d, max(1, prediction.on_chip_bytes // 4)),
+        "roofline_device": ROOFLINE_DEVICE,
+        "roofline_ms": prediction.seconds(roofline, "float32", L2_BYTES) * 1e3,
+        "seconds": seconds,
+        "error": errors,
+        "status": "ok" if errors < 1e-4 else "wrong",
+    }
+
+
+def exact(inputs: Inputs, algorithm: str, heads: int | None = None) -> Results:
+    """The float64 answer of the specification for the first `heads` heads: o, lse, gradients, or the softmax of the rows."""
+    from .. import reference
+
+    q, k, v, do = (getattr(inputs, name)[:heads].double() for name in ("q", "k", "v", "do"))
+    if algorithm.startswith("softmax"):
+        return {"y": torch.softmax(q, -1)}
+    mask = None
+    if algorithm == "block_sparse":
+        n, tiles = q.shape[1], inputs.tiles
+        mask = inputs.tile_mask().repeat_interleave(tiles.block_m, 0).repeat_interleave(tiles.block_n, 1)[:n, :n].to(q.device)
+        mask = mask[None, None]
+    leaves = [x[None].clone().requires_grad_() for x in (q, k, v)]
+    o, lse = reference.attention(*leaves, mask=mask, layout="bhsd")
+    grads = torch.autograd.grad(o, leaves, do[None])
+    return {"o": o[0].detach(), "lse": lse[0].detach()} | {name: g[0] for name, g in zip(("dq", "dk", "dv"), grads, strict=True)}
+
+
+def error(got: Results, want: Results) -> float:
+    """The largest absolute difference over the results that both have."""
+    return max(difference(got[name], want[name]) for name in got if name in want)
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest absolute difference; equal infinities do not differ."""
+    got = got[: want.shape[0]].double()
+    return torch.where(got == want, 0.0, (got - want).abs()).max().item()
+
+
+def exponent(rows: Iterable[Row], key: str) -> float:
+    """The least-squares slope of log(`key`) over log(seqlen): 2 where memory grows with N^2, 1 with N.
+
+    >>> round(exponent([{"seqlen": n, "bytes": 3 * n**2} for n in (64, 128, 256)], "bytes"), 6)
+    2.0
+    """
+    points = [(math.log(row["seqlen"]), math.log(row[key])) for row in rows if row.get(key)]
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+# ---------------------------------------------------------------------------------------------------------------- printing
+
+
+def table(rows: list[Row], experiment: str) -> Any:
+    """A rich table of one experiment, prediction beside measurement."""
+    from rich.table import Table
+
+    chosen = [row for row in rows if row["experiment"] == experiment]
+    out = Table(title=TITLES[experiment], title_justify="left", title_style="bold")
+    if experiment == "claim":
+        for heading in ("claim", "said", "found"):
+            out.add_column(heading, overflow="fold")
+        for row in chosen:
+            out.add_row(row["claim"], row["said"], row["found"])
+        return out
+    columns = [name for name in ("algorithm", "pass", "seqlen", "head_dim", "tiles", "density") if name in _used(chosen)]
+    for heading in columns:
+        out.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    if experiment == "production":
+        for heading in ("least bytes", "extra", "H200 roofline ms", "ms here", "error"):
+            out.add_column(heading, justify="right")
+        for row in chosen:
+            amounts = (size(row["predicted_bytes"]), size(row["predicted_extra_bytes"]), f"{row['roofline_ms']:.4f}")
+            out.add_row(*(_cell(row, name) for name in columns), *amounts, f"{row['seconds'] * 1e3:.2f}", f"{row['error']:.0e}")
+        return out
+    for heading in ("predicted", "counted", "with L2", "extra predicted", "extra counted", "H200 roofline ms", "error"):
+        out.add_column(heading, justify="right")
+    for row in chosen:
+        cells = [_cell(row, name) for name in columns]
+        counted = size(row["counted_bytes"])
+        if row["counted_bytes"] != row["predicted_bytes"]:
+            counted = f"[red]{counted}[/red]"
+        out.add_row(
+            *cells, size(row["predicted_bytes"]), counted, size(row["predicted_device_bytes"]), size(row["predicted_extra_bytes"]),
+            size(row["counted_extra_bytes"]), f"{row['roofline_ms']:.4f}", f"{row['error']:.0e}",
+        )  # fmt: skip
+    return out
+
+
+TITLES = {
+    "claim": "Said, and found",
+    "softmax": "Softmax over rows (seqlen rows of length head_dim)",
+    "bytes": "Bytes between chip and device memory: predicted, and counted tile by tile",
+    "production": "tilewise.attention on the same inputs",
+    "density": "Block-sparse: traffic falls with the density",
+    "theorem": "FlashAttention-1 with the paper's tiles: traffic falls with the memory on chip",
+    "tiles": "Bytes against tile size",
+}
+
+
+def _used(rows: list[Row]) -> set[str]:
+    names = {"algorithm", "seqlen", "head_dim"}
+    names |= {name for name in ("pass", "density") if len({row[name] for row in rows}) > 1}
+    return names | ({"tiles"} if len({_cell(row, "tiles") for row in rows}) > 1 else set())
+
+
+def _cell(row: Row, name: str) -> str:
+    if name == "tiles":
+        return f"{row['block_m']}x{row['block_n']}"
+    return f"{row[name]:g}" if isinstance(row[name], float) else str(row[name])
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(0), size(1500), size(3 * 2**20)
+    ('0', '1.5 KiB', '3.0 MiB')
+    """
+    for unit in ("", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.1f} {unit}" if unit else f"{count:.0f}"
+        count /= 1024
+    raise AssertionError
+
+
+def main(
+    seqlens: tuple[int, ...] = SEQLENS,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    *,
+    budget_s: float = 90.0,
+    out: Path | None = None,
+    trace: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Runs the lab and prints its tables; the body of `tilewise lab`.
+
+    Args:
+        seqlens: lengths of the counted runs.
+        head_dims: head dimensions of the counted runs.
+        budget_s: seconds after which nothing new is started.
+        out: a file that the rows are appended to as JSON lines.
+        trace: draw one small case step by step into this HTML file instead.
+        as_json: print the rows as JSON lines instead of tables.
+
+    Returns:
+        0, or 1 where a result was wrong or a count differed from its prediction.
+    """
+    from rich.console import Console
+
+    console = Console()
+    if trace is not None:
+        from .trace import write_trace
+
+        console.print(f"open in a browser: {write_trace(trace)}")
+        return 0
+    rows = _with_progress(console, seqlens, head_dims, budget_s, quiet=as_json)
+    if out is not None:
+        results.write(rows, out)
+    if as_json:
+        import json
+
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        for experiment in TITLES:
+            if any(row["experiment"] == experiment for row in rows):
+                console.print(table(rows, experiment))
+        for line in closing(rows):
+            console.print(line)
+    differs = any(row["counted_bytes"] != row["predicted_bytes"] for row in counted_rows(rows))
+    return int(differs or any(row["status"] != "ok" for row in rows))
+
+
+def counted_rows(rows: list[Row]) -> list[Row]:
+    """The rows whose bytes were counted tile by tile."""
+    return [row for row in rows if row.get("counted_bytes") is not None]
+
+
+def closing(rows: list[Row]) -> list[str]:
+    """Sentences that sum the tables up: how many counts agree, and how memory grows with N."""
+    counted = counted_rows(rows)
+    equal = sum(row["counted_bytes"] == row["predicted_bytes"] for row in counted)
+    lines = [f"{equal} of {len(counted)} counts equal their prediction; every result was compared with float64 attention."]
+    for name in ("standard", "fa1", "fa2"):
+        own = [row for row in counted if (row["experiment"], row["algorithm"], row["pass"]) == ("bytes", name, "fwd")]
+        own = [row for row in own if row["head_dim"] == own[0]["head_dim"]]
+        if len({row["seqlen"] for row in own}) > 1:
+            lines.append(f"extra memory of {name} grows as N^{exponent(own, 'counted_extra_bytes'):.2f}")
+    return lines
+
+
+def _with_progress(console: Any, seqlens: tuple[int, ...], head_dims: tuple[int, ...], budget_s: float, quiet: bool) -> list[Row]:
+    from rich.progress import Progress
+
+    if quiet:
+        return run_lab(seqlens, head_dims, budget_s=budget_s)
+    with Progress(console=console, transient=True) as progress:
+        points = len(list(cpu_points(seqlens, head_dims))) + len(claims.ALL)
+        task = progress.add_task("counting tiles", total=points)
+        return run_lab(seqlens, head_dims, budget_s=budget_s, on_row=lambda row: progress.advance(task))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def command(arguments: list[str] | None = None) -> int:
+    """`python -m tilewise.lab`: the same as `tilewise lab`, without the command-line library."""
+    parser = argparse.ArgumentParser(prog="tilewise lab", description=__doc__)
+    parser.add_argument("--seqlens", type=_numbers, default=SEQLENS)
+    parser.add_argument("--head-dims", type=_numbers, default=HEAD_DIMS)
+    parser.add_argument("--budget", type=float, default=90.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    return main(given.seqlens, given.head_dims, budget_s=given.budget, out=given.out, trace=given.trace, as_json=given.json)
