@@ -1,15 +1,18 @@
 """Mask rules against a double loop of their meaning in plain Python, and everything else that a rule promises."""
 
 import copy
+import doctest
 import math
+import pathlib
 import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
-from tilewise import UnsupportedAttention, mask_base
+from tilewise import UnsupportedAttention, mask_base, masks, score_mod
 from tilewise.masks import (
     Blocks,
     Causal,
@@ -448,3 +451,44 @@ def test_pictures(seqlen_q, seqlen_k):
     assert picture[-1, -1] == pytest.approx(dense[(len(picture) - 1) * cell :, (picture.shape[1] - 1) * cell :].mean().item())
     assert ax.get_title() == repr(rule) and ax.get_xlabel() == "key j"
     matplotlib.pyplot.close("all")
+
+
+# ------------------------------------------------------------------------------------------------------- documents, torch.compile
+
+
+def test_the_page_of_matrices():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "conventions.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.attempted > 50 and not found.failed
+
+
+@pytest.mark.parametrize("module", [mask_base, masks, score_mod], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    found = doctest.testmod(module, extraglobs=vars(masks))
+    assert found.attempted and not found.failed
+
+
+def test_rules_inside_a_full_graph_serve_every_length_with_one_compilation():
+    ids, spans = torch.randint(0, 3, (1, 32)), torch.tensor([[[1, 9]]])
+
+    def visible(x):
+        rule = Causal() & Document(ids[:, : x.shape[0]] + 1) | PrefixLM(spans=spans) & Custom(lambda b, h, q, k: ids[0, k] > 0)
+        low = lower(rule, batch=1, heads=1, seqlen_q=x.shape[0], seqlen_k=x.shape[0], device=x.device)
+        return apply_program(x, low.program_text, low.captured)
+
+    counter = CompileCounter()
+    compiled = torch.compile(visible, fullgraph=True, dynamic=True, backend=counter)
+    for length in (12, 20, 32):
+        x = torch.zeros(length)
+        assert torch.equal(compiled(x), visible(x)) and visible(x).any()
+    assert counter.frame_count == 1
+
+
+@torch.library.custom_op("tilewise_test::apply_program", mutates_args=())
+def apply_program(x: torch.Tensor, text: str, captured: list[torch.Tensor]) -> torch.Tensor:
+    return Program.parse(text).evaluate(environment(1, 1, len(x), len(x)), captured).float().view(len(x), len(x))
+
+
+@apply_program.register_fake
+def _(x, text, captured):
+    return x.new_empty(x.shape[0], x.shape[0])

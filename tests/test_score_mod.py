@@ -393,7 +393,7 @@ def _backward(ctx, grad):
 apply_score_mod.register_autograd(_backward, setup_context=_save)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_closures_over_graph_inputs_in_a_full_graph(number):
     """Inside torch.compile the text is a constant of the graph and the captured tensors are its values, with gradient."""
 
@@ -404,13 +404,14 @@ def test_closures_over_graph_inputs_in_a_full_graph(number):
             lambda s, b, h, q, k: torch.where(q >= k, s * gates[h], table[h][k] + s.tanh()),
             lambda s, b, h, q, k: gates[h] * s + table[0, k] / 2,
             lambda s, b, h, q, k: table[h, q + 1].exp() - gates.sum() * s,
+            lambda s, b, h, q, k: s + table[h, q - k + score.shape[2]] / score.shape[3],
         )[number]
         text, captured = trace_score_mod(function, score.device)
         return apply_score_mod(score, text, captured)
 
     inputs = [x.detach().requires_grad_() for x in (scores(), TABLE, SLOPES)]
     results = []
-    for run in (modified, torch.compile(modified, fullgraph=True, backend="aot_eager")):
+    for run in (modified, torch.compile(modified, fullgraph=True, dynamic=True, backend="aot_eager")):
         out = run(*inputs)
         results.append([out.detach(), *torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True)])
     for eager, compiled in zip(*results, strict=True):

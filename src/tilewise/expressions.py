@@ -53,7 +53,7 @@ class Graph:
         self._known: dict[tuple[str, tuple[int, ...], str, str], int] = {}
 
     def add(self, op: str, args: tuple[int, ...] = (), value: Any = None, kind: str = "float") -> Expr:
-        key = (op, args, repr(value), kind)
+        key = (op, args, f"{value}", kind)  # torch.compile makes a symbolic size a number in an f-string, not in repr
         if key not in self._known:
             self._known[key] = len(self.instructions)
             self.instructions.append(Instruction(op, args, value, kind))
@@ -591,4 +591,4 @@ _ALIASES = {
     "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift",
 }
-FUNCTIONS = {**_NAMED, **{alias: _NAMED[name] for alias, name in _ALIASES.items()}, "__getitem__": _getitem}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**_NAMED, **{alias: _NAMED[name] for alias, name in _ALIASES.items()}, "__getitem__": _getitem}

@@ -384,7 +384,8 @@ def _hull(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
 def traced(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> tuple[str, list[Tensor]]:
     graph = Graph(device)
     with Tracing():
-        at = Pair(*[graph.var(name) for name in ("b", "h", "q_idx", "kv_idx", "p")], seqlen_q, seqlen_k)
+        b, h, q_idx, kv_idx, p = [graph.var(name) for name in ("b", "h", "q_idx", "kv_idx", "p")]
+        at = Pair(b, h, q_idx, kv_idx, p, seqlen_q, seqlen_k)
         root = graph.lift(rule.predicate(at))
     return program_text(root)
 

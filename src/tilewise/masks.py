@@ -191,7 +191,9 @@ class PrefixLM(Mask):
         if self.lengths is not None:
             return causal | (at.kv_idx < self.lengths[_item(self.lengths, at.b)])
         reach = self._reach(at.seqlen_k)
-        furthest = reach[_item(reach, at.b), torch.clamp(at.p, 0, at.seqlen_k)]
+        # Programs read 0 outside a tensor; leaving the length out of their text spares kernels a compilation for each length.
+        position = at.p.clamp(0, at.seqlen_k) if isinstance(at.p, Tensor) else at.p
+        furthest = reach[_item(reach, at.b), position]
         return causal | ((at.p >= 0) & (at.kv_idx < furthest))  # a position before the keys stands in no span
 
     def row_ranges(self, q_idx: Tensor, p: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -239,9 +241,11 @@ class Document(Mask):
         >>> Document.from_cu_seqlens(torch.tensor([0, 2, 5]), total=6).ids
         tensor([[0, 0, 1, 1, 1, 2]])
         """
-        if (cu_seqlens_k is None) != (total_k is None):
-            raise ValueError("Document.from_cu_seqlens: give cu_seqlens_k and total_k together")
-        return cls(_numbered(cu_seqlens, total), None if cu_seqlens_k is None else _numbered(cu_seqlens_k, total_k))
+        if cu_seqlens_k is None or total_k is None:
+            if cu_seqlens_k is not None or total_k is not None:
+                raise ValueError("Document.from_cu_seqlens: give cu_seqlens_k and total_k together")
+            return cls(_numbered(cu_seqlens, total))
+        return cls(_numbered(cu_seqlens, total), _numbered(cu_seqlens_k, total_k))
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
         if self.kv_ids is None and seqlen_q != seqlen_k:
@@ -432,7 +436,7 @@ def _item(tensor: Tensor, index: Any, axis: int = 0) -> Any:
     return 0 if tensor.shape[axis] == 1 else index
 
 
-def _numbered(cu_seqlens: Tensor, total: int | None) -> Tensor:
+def _numbered(cu_seqlens: Tensor, total: int) -> Tensor:
     _integers("Document.from_cu_seqlens", "cu_seqlens", cu_seqlens, 1, "(n + 1,)")
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)[None]

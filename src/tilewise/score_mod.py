@@ -127,7 +127,7 @@ def _written(instruction: Instruction, args: list[str], number: int) -> str:
     if op == "var":
         return value
     if op == "const":
-        return repr(value)
+        return f"{value}"
     if op == "load":
         name = f"{instruction.kind[0]}{number}"
         return f"{name}[{', '.join(args)}]" if args else name
@@ -136,7 +136,7 @@ def _written(instruction: Instruction, args: list[str], number: int) -> str:
     if op in _PREFIX:
         return f"{_PREFIX[op]}{args[0]}"
     if op == "pow":
-        return f"pow({args[0]}, {value!r})"
+        return f"pow({args[0]}, {value})"
     return f"{op}({', '.join(args)})"
 
 
@@ -168,7 +168,7 @@ class _Reader:
 
     def expression(self, node: ast.expr) -> Expr:
         if isinstance(node, ast.Constant):
-            return self.graph.const(node.value)
+            return self.graph.lift(node.value)
         if isinstance(node, ast.Name):
             return self.name(node.id)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -257,9 +257,10 @@ class Program:
         totals: list[Tensor | None] = [None] * len(captured) if into is None else list(into)
         for read in reads:
             gradient, indices = next(values), [next(values) for _ in read.indices]
-            if totals[read.slot] is None:
-                totals[read.slot] = torch.zeros(captured[read.slot].shape, dtype=grad.dtype, device=grad.device)
-            _scatter(totals[read.slot], gradient, indices)
+            total = totals[read.slot]
+            if total is None:
+                total = totals[read.slot] = torch.zeros(captured[read.slot].shape, dtype=grad.dtype, device=grad.device)
+            _scatter(total, gradient, indices)
         return dscore.expand(grad.shape), totals
 
 
