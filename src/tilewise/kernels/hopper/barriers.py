@@ -213,21 +213,20 @@ def rescale(acc, alpha):
 def _clear_text(units, rows, row_bytes, number):
     shift = row_bytes.bit_length() - 1
     return (
-        "{ .reg .pred p, q; .reg .u32 u, a, r, z; mov.u32 z, 0; mov.u32 u, $2; "
+        "{ .reg .pred p; .reg .u32 u, a, r, z; mov.u32 z, 0; mov.u32 u, $2; "
         f"NEXT: shl.b32 a, u, 4; shr.u32 r, a, {shift}; and.b32 r, r, {rows - 1}; add.u32 a, a, $1; "
-        "setp.lt.s32 p, r, $3; setp.ge.s32 q, r, $4; or.pred p, p, q; "
-        "@p st.shared.v4.b32 [a], {z, z, z, z}; "
+        "setp.ge.s32 p, r, $3; @p st.shared.v4.b32 [a], {z, z, z, z}; "
         f"add.u32 u, u, 128; setp.lt.u32 p, u, {units}; @p bra NEXT; "
         f"fence.proxy.async.shared::cta; bar.sync {number}, 128; mov.b32 $0, 0; }}"
     )
 
 
 @jit
-def clear_rows(tile, first, last, thread, bytes: gl.constexpr, rows: gl.constexpr, row_bytes: gl.constexpr, number: gl.constexpr):
-    """Zero the rows outside [first, last) of a tile in shared memory, and let wgmma see it.
+def clear_rows(tile, end, thread, size: gl.constexpr, rows: gl.constexpr, row_bytes: gl.constexpr, number: gl.constexpr):
+    """Zero the rows from `end` on of a tile of `size` bytes in shared memory, and let wgmma see it.
 
     The swizzle moves 16-byte units only inside a row of `row_bytes`, so whole rows can be cleared without knowing it. Every warp
-    group that reads the tile clears all of it: both write the same zeros, and no warp group has to wait for another.
+    group that reads the tile clears all of it: all write the same zeros, and none has to wait for another.
     """
-    text: gl.constexpr = _clear_text(bytes // 16, rows, row_bytes, number)
-    gl.inline_asm_elementwise(text, "=r,r,r,r,r", [tile, thread, first, last], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = _clear_text(size // 16, rows, row_bytes, number)
+    gl.inline_asm_elementwise(text, "=r,r,r,r", [tile, thread, end], dtype=gl.int32, is_pure=False, pack=1)

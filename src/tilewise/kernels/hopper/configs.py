@@ -22,7 +22,8 @@ class Tile:
     ping_pong: bool  # consumers take turns at issuing their matrix products
     overlap: bool  # the PV product of a block runs under the softmax of the next one
     cross_tile: bool  # the last PV of a tile and its epilogue run under the first QK of the next; needs two Q buffers and one for O
-    consumer_registers: int
+    consumer_registers: int  # a thread; the first consumer gets what the others leave of launch_registers
+    producer_registers: int
     launch_registers: int
 
 
@@ -39,7 +40,6 @@ class Variant:
     left: bool = False  # window_left >= 0
     lengths_q: bool = False
     lengths_k: bool = False
-    clear: bool = False  # keys may exist that no query sees: their V rows are cleared
     scale_first: bool = False  # scores are scaled before the maximum: scale <= 0, softcap, ALiBi
     softcap: bool = False
     alibi: bool = False
@@ -53,6 +53,10 @@ class Variant:
     @property
     def block_n(self) -> int:
         return self.tile.block_n
+
+    @property
+    def log2_block_n(self) -> int:
+        return self.tile.block_n.bit_length() - 1
 
     @property
     def stages(self) -> int:
@@ -168,8 +172,8 @@ class Variant:
         return q + k + v + (self.warpgroups * self.out_bytes if self.own_out_buffer else 0)
 
 
-_TWO = {"warpgroups": 2, "consumer_registers": 240, "launch_registers": 168}
-_THREE = {"warpgroups": 3, "consumer_registers": 160, "launch_registers": 128}
+_TWO = {"warpgroups": 2, "consumer_registers": 232, "producer_registers": 40, "launch_registers": 168}
+_THREE = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, "launch_registers": 128}
 
 TILES = {
     "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, **_TWO),

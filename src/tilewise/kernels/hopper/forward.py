@@ -66,7 +66,7 @@ from .walk import (
     query_coordinates,
 )
 
-# A first arrival count that only `clear`'s marker has, by which the launcher finds the V tiles in the PTX.
+# An arrival count that only the marker of the V tiles has, by which the launcher finds them in the PTX.
 V_MARK = gl.constexpr(29_789)
 # A row keeps its old maximum until a score exceeds it by this many powers of 2: P stays below 256, far from fp16's limit.
 SLACK_LOG2 = gl.constexpr(8.0)
@@ -226,6 +226,14 @@ def partial_row_sums(x):
 
 
 @jit
+def row_maxima(x):
+    """[64, n] -> [64]. Pairs first: two short chains of maxima are there for ptxas to interleave, not one long one."""
+    n: gl.constexpr = x.shape[1]
+    partial = gl.max(gl.max(gl.reshape(x, [64, n // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(gl.max(partial, 1), gl.SliceLayout(1, x.type.layout))
+
+
+@jit
 def exponent_offset(C: gl.constexpr, p, m_i):
     """m_i in base 2; 0 where a row has seen nothing, so that exp2(-inf - 0) is 0 and not NaN."""
     offset = m_i * p.exp_scale
@@ -237,7 +245,7 @@ def exponent_offset(C: gl.constexpr, p, m_i):
 @jit
 def first_softmax(C: gl.constexpr, p, s):
     """m_i [64], l_i [64, 4] and P [64, block_n] of a row's first block."""
-    m_i = gl.max(s, 1)
+    m_i = row_maxima(s)
     probability = gl.exp2(s * p.exp_scale - exponent_offset(C, p, m_i)[:, None])
     return m_i, partial_row_sums(probability), probability
 
@@ -248,7 +256,7 @@ def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
 
     The maximum only moves when a score exceeds it by SLACK_LOG2; alpha is then exactly 1 for most blocks and `rescale` skips its products.
     """
-    m_block = gl.max(s, 1)
+    m_block = row_maxima(s)
     grows = (m_block - m_i) * p.exp_scale > SLACK_LOG2
     alpha = gl.exp2(gl.where(grows, (m_i - m_block) * p.exp_scale, 0.0))
     m_i = gl.where(grows, m_block, m_i)
@@ -260,24 +268,16 @@ def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
 
 @jit
 def clear_values(C: gl.constexpr, A: gl.constexpr, tile, block, v_stage, thread, WARPGROUP: gl.constexpr):
-    """Zero the V rows of keys that no query sees, before P (0 there) meets them: 0 * NaN is NaN."""
-    start = block * C.block_n
-    clear_rows(
-        shared_address(A.values, v_stage) + v_stage * C.v_bytes,
-        tile.keys_begin - start,
-        tile.keys_end - start,
-        thread,
-        C.v_bytes,
-        C.block_n,
-        C.v_swizzle,
-        12 + WARPGROUP,
-    )
+    """Zero the V rows of keys beyond the length, before P (0 there) meets them: 0 * NaN is NaN."""
+    end = tile.keys_end - block * C.block_n
+    if end < C.block_n:
+        address = shared_address(A.values, v_stage) + v_stage * C.v_bytes
+        clear_rows(address, end, thread, C.v_bytes, C.block_n, C.v_swizzle, 12 + WARPGROUP)
 
 
 @jit
 def attend_block(
     C: gl.constexpr,
-    A: gl.constexpr,
     p,
     mem,
     base,
@@ -330,9 +330,6 @@ def attend_block(
     if C.tile.overlap:
         acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
         arrive(base + 8 * (C.v_empty + v_stage), thread)
-    if C.clear and C.left:  # noqa: SIM102
-        if block * C.block_n < tile.keys_begin:
-            clear_values(C, A, tile, block, k_stage, thread, WARPGROUP)
     acc = rescale(acc, alpha)
     return acc, gl.convert_layout(next_prob.to(mem.v.dtype), prob.type.layout), m_i, l_i
 
@@ -442,14 +439,11 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         prob = gl.convert_layout(prob.to(mem.v.dtype), p_layout)
         acc = gl.zeros([64, DIM_V], gl.float32, layout=o_layout)
         wait(base + 8 * (C.v_full + stage_of(count, C.stages)), phase_of(count, C.stages))
-        if C.clear:
-            start = tile.last_block * C.block_n
-            if (start < tile.keys_begin) | (start + C.block_n > tile.keys_end):
-                clear_values(C, A, tile, tile.last_block, stage_of(count, C.stages), thread, WARPGROUP)
+        if C.lengths_k:
+            clear_values(C, A, tile, tile.last_block, stage_of(count, C.stages), thread, WARPGROUP)
         for j in range(tile.blocks - 1):
             acc, prob, m_i, l_i = attend_block(
                 C,
-                A,
                 p,
                 mem,
                 base,
@@ -602,7 +596,7 @@ def attention_forward(
     for s in gl.static_range(2):
         barrier_init(barriers.index(C.next_full + s), count=1)
         barrier_init(barriers.index(C.next_empty + s), count=4 * C.warpgroups)
-    if C.clear:
+    if C.lengths_k:
         mark = reinterpret(v.index(0), gl.int64, [1], BarrierLayout())
         barrier_init(mark, count=V_MARK)
         barrier_invalidate(mark)
@@ -643,7 +637,7 @@ def attention_forward(
                 (producer, (C, A, p, desc, mem)),
             ],
             [4, 1],
-            [C.tile.consumer_registers, 24],
+            [C.tile.consumer_registers, C.tile.producer_registers],
         )
     else:
         warp_specialize(
@@ -654,5 +648,5 @@ def attention_forward(
                 (producer, (C, A, p, desc, mem)),
             ],
             [4, 4, 1],
-            [C.tile.consumer_registers, C.tile.consumer_registers, 24],
+            [C.tile.consumer_registers, C.tile.consumer_registers, C.tile.producer_registers],
         )

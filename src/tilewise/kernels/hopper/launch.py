@@ -67,7 +67,7 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
 
 
 def addresses_in(ptx: str, variant: Variant) -> Addresses:
-    """Where the compiler placed the barriers and, for a variant that clears V rows, the V tiles."""
+    """Where the compiler placed the barriers and, for a variant with key lengths, the V tiles."""
     found: dict[int, list[int]] = {}
     for register, count in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (\d+);", ptx):
         sums = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
@@ -80,7 +80,7 @@ def predicted_addresses(variant: Variant) -> Addresses:
     """Where they usually are: the tiles in the order of their allocation, the barriers behind them."""
     q = variant.warpgroups * variant.q_stages * variant.chunks * variant.q_bytes
     k = variant.stages * variant.chunks * variant.k_bytes
-    return Addresses(variant.tile_bytes, q + k if variant.clear else 0)
+    return Addresses(variant.tile_bytes, q + k if variant.lengths_k else 0)
 
 
 def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addresses]:
@@ -112,8 +112,6 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
     plain = not (left or transforms or lengths or t.sink is not None) and r.window_right <= 0
     name = tile_name(dim, dim_v, seqlen_q, seqlen_k, right, plain)
     chunk, chunks = tile_columns(dim)
-    # Keys that no query sees: beyond a key length, or more than window_left before the first query.
-    behind = left and (t.seqused_q is not None or seqlen_k - seqlen_q > r.window_left)
     return Variant(
         tile=TILES[name],
         dtype=_DTYPES[t.q.dtype],
@@ -124,7 +122,6 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
         left=left,
         lengths_q=t.seqused_q is not None,
         lengths_k=t.seqused_k is not None,
-        clear=behind or t.seqused_k is not None,
         scale_first=transforms,
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,

@@ -128,24 +128,26 @@ class Tile:
 
     batch: gl.tensor
     head: gl.tensor
+    head_k: gl.tensor
     batch_head: gl.tensor
     row: gl.tensor  # first query row
-    shift: gl.tensor  # query row i stands at position i + shift among the keys
     rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
-    keys_begin: gl.tensor  # keys before this one are seen by no query of the batch item
+    origin: gl.tensor  # the first key that some query sees; blocks and positions count from it
+    shift: gl.tensor  # query row i stands at position i + shift
     keys_end: gl.tensor  # keys from here on are masked
     last_block: gl.tensor
     blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
 
     @constexpr_function
-    def __init__(self, batch, head, batch_head, row, shift, rows_end, keys_begin, keys_end, last_block, blocks):
+    def __init__(self, batch, head, head_k, batch_head, row, rows_end, origin, shift, keys_end, last_block, blocks):
         self.batch = batch
         self.head = head
+        self.head_k = head_k
         self.batch_head = batch_head
         self.row = row
-        self.shift = shift
         self.rows_end = rows_end
-        self.keys_begin = keys_begin
+        self.origin = origin
+        self.shift = shift
         self.keys_end = keys_end
         self.last_block = last_block
         self.blocks = blocks
@@ -157,21 +159,27 @@ def number_of_tiles(C: gl.constexpr, p):
 
 
 @jit
+def divide(a, b):
+    """a // b of numbers that are not negative: unsigned division takes fewer of the producer's 24 registers."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@jit
 def find_tile(C: gl.constexpr, p, number):
     """The `number`-th tile. Where rows differ in length, long ones come first inside a group of heads whose K and V fit into L2."""
     if C.longest_first:
         section_size = p.row_blocks * p.head_group
-        section = number // section_size
+        section = divide(number, section_size)
         inside = number - section * section_size
         first_head = section * p.head_group
         section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
-        step = inside // section_heads
+        step = divide(inside, section_heads)
         row_block = p.row_blocks - 1 - step
         batch_head = first_head + (inside - step * section_heads)
     else:
-        batch_head = number // p.row_blocks
+        batch_head = divide(number, p.row_blocks)
         row_block = number - batch_head * p.row_blocks
-    batch = batch_head // p.heads
+    batch = divide(batch_head, p.heads)
     head = batch_head - batch * p.heads
 
     length_q = p.seqlen_q
@@ -182,24 +190,30 @@ def find_tile(C: gl.constexpr, p, number):
         length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
     row = row_block * C.block_m
     shift = length_k - length_q
+    origin = length_k * 0
+    if C.left:
+        # Keys that are too far left for every query are never loaded: hidden V rows would meet P as 0 * NaN.
+        origin = gl.maximum(shift - p.window_left, 0)
+        shift = shift - origin
+        length_k = length_k - origin
     end = length_k
-    begin = length_k * 0
-    keys_begin = begin
+    begin = origin * 0
     if C.right:
         end = gl.minimum(end, row + C.block_m + shift + p.window_right)
     if C.left:
         begin = gl.maximum(begin, row + shift - p.window_left)
-        keys_begin = gl.maximum(keys_begin, shift - p.window_left)
-    first_block = begin // C.block_n
-    last_block = gl.maximum(end - 1, 0) // C.block_n
+    first_block = begin >> C.log2_block_n
+    last_block = (end - 1) >> C.log2_block_n
     blocks = last_block - first_block + 1
-    empty = end <= begin
-    if C.lengths_q:
-        empty = empty | (row >= length_q)
-    blocks = gl.where(empty, 1, blocks)
-    last_block = gl.where(empty, 0, last_block)
-    keys_end = gl.where(empty, 0, length_k)
-    return Tile(batch, head, batch_head, row, shift, length_q, keys_begin, keys_end, last_block, blocks)
+    keys_end = length_k
+    if C.may_be_empty or C.lengths_q:
+        empty = end <= begin
+        if C.lengths_q:
+            empty = empty | (row >= length_q)
+        blocks = gl.where(empty, 1, blocks)
+        last_block = gl.where(empty, 0, last_block)
+        keys_end = gl.where(empty, 0, length_k)
+    return Tile(batch, head, divide(head, p.group), batch_head, row, length_q, origin, shift, keys_end, last_block, blocks)
 
 
 @jit
@@ -211,7 +225,7 @@ def query_coordinates(C: gl.constexpr, p, tile, warpgroup: gl.constexpr, column:
 @jit
 def key_coordinates(C: gl.constexpr, p, tile, block, column: gl.constexpr):
     """Where a block of keys starts in K and V, as (batch, head, row, column)."""
-    return tile.batch, tile.head // p.group, block * C.block_n, column
+    return tile.batch, tile.head_k, tile.origin + block * C.block_n, column
 
 
 @jit
@@ -222,8 +236,8 @@ def plain_blocks(C: gl.constexpr, p, tile, row):
     if C.right:
         end = gl.minimum(end, row + tile.shift + p.window_right + 1)
     if C.left:
-        first = (gl.maximum(row + 63 + tile.shift - p.window_left, 0) + C.block_n - 1) // C.block_n
-    return first, gl.maximum(end, 0) // C.block_n
+        first = (row + 63 + tile.shift - p.window_left + C.block_n - 1) >> C.log2_block_n
+    return first, end >> C.log2_block_n
 
 
 @jit
