@@ -61,13 +61,15 @@ def kernels_package(source: Path = SOURCES):
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-    from tilewise.kernels.triton import configs, forward_pass
-    try:
-        from tilewise.kernels.triton import backward_pass
-    except ImportError:
-        backward_pass = forward_pass
+    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, row_terms
 
-    return configs, forward_pass, backward_pass
+    return configs, {
+        "attention_forward": forward_pass.attention_forward,
+        "row_terms": row_terms.row_terms,
+        "attention_dkdv": dkdv.attention_dkdv,
+        "attention_dq": dq.attention_dq,
+        "bias_gradient": bias_gradient.bias_gradient,
+    }
 
 
 def source_hash() -> str:
@@ -152,8 +154,8 @@ def compile_case(case: Case, keep: bool = False) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    configs, forward, backward = kernels_package()
-    kernel = getattr(forward, case.kernel, None) or getattr(backward, case.kernel)
+    configs, kernels = kernels_package()
+    kernel = kernels[case.kernel]
     signature, chosen = argument_types(case, inspect.signature(kernel.fn).parameters, configs)
     attributes = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=chosen["constexprs"], attrs=attributes)

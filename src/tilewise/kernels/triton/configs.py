@@ -26,6 +26,9 @@ class Config:
 
 FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
 
+# No tile of queries is longer. What the backward pass keeps of each query is padded to a multiple, and so loads without a mask.
+ROW_BLOCK = 128
+
 # Shared memory of one block in bytes, as the driver grants it.
 SHARED_LIMIT = {"sm80": 166_912, "sm86": 101_376, "sm90": 232_448, "sm100": 232_448, "sm120": 101_376, "gfx942": 65_536}
 

@@ -44,7 +44,7 @@ def attend(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-        s, _ = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, MASKED)
+        s, _ = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, SANITIZE, True, MASKED)
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -110,18 +110,13 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
 
-    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
-    if bias_ptr is not None or mask_ptr is not None:
-        acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, lo, hi, span, rules, mask, base2, drop,
-                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
-    else:
-        if window_left is not None:
-            acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, lo, full_lo, span, rules, mask, base2, drop,
-                               D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
-        acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, full_lo, full_hi, span, rules, mask, base2, drop,
-                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, False)  # fmt: skip
-        acc, l, m = attend(acc, l, m, q, k_head, v_head, offs_m, full_hi, hi, span, rules, mask, base2, drop,
-                           D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, True)  # fmt: skip
+    DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
+    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    for part in tl.static_range(3):
+        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+            acc, l, m = attend(
+                acc, l, m, q, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, mask, base2, drop,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -153,7 +148,5 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
             *strides(out.out, align),
             **call.rule_arguments(),
             sink_ptr=contiguous(t.sink),
-            D=call.d, DV=call.dv, BLOCK_D=call.block_d, BLOCK_DV=call.block_dv, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            ALIGN=align, TMA=tma, NATURAL=call.natural, SANITIZE=call.sanitize, PRECISION=call.precision,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+            **call.constants(config, align, tma),
+        )

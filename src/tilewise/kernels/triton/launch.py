@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
-RUNTIME += ["heads", "group", "size_q", "size_k", "window_left", "window_right", "dropout_threshold", "batch"]
+RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold", "bias_batch", "bias_heads", "shared_batch", "shared_heads"]
 
+LOG2E = 1.4426950408889634
 WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
 
 
@@ -42,12 +43,32 @@ class Launch:
         self.bits = t.q.element_size() * 8
         self.natural = not raw_scores(r.softmax_scale, r.softcap, t.bias is not None or t.alibi_slopes is not None)
         # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
-        self.sanitize = any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
+        # A query without keys counts too: those before the first key, where there are fewer keys than queries.
+        unseen = 0 <= r.window_right < self.size_q - self.size_k
+        self.sanitize = unseen or any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
 
     def config(self, purpose: str) -> Config:
         device = self.t.q.device
         return choose(architecture(device), shared_limit(device), self.bits, purpose, self.block_d, self.block_dv)
+
+    def constants(self, config: Config, align: int, tma: bool) -> dict[str, Any]:
+        """The compile-time arguments that every kernel over tiles has."""
+        return {
+            "D": self.d,
+            "DV": self.dv,
+            "BLOCK_D": self.block_d,
+            "BLOCK_DV": self.block_dv,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "ALIGN": align,
+            "TMA": tma,
+            "NATURAL": self.natural,
+            "SANITIZE": self.sanitize,
+            "PRECISION": self.precision,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which need not be that of the tensors."""
@@ -60,8 +81,7 @@ class Launch:
     def rule_arguments(self) -> dict[str, Any]:
         """Everything but the tiles' own tensors, by the kernels' parameter names."""
         t, r = self.t, self.r
-        log2e = 1.4426950408889634
-        unit = 1.0 if self.natural else r.softmax_scale * log2e
+        unit = 1.0 if self.natural else r.softmax_scale * LOG2E
         slopes = t.alibi_slopes
         arguments = {
             "slopes_ptr": slopes,
@@ -119,7 +139,10 @@ def inner_stride(x: Tensor) -> int | None:
     return None if x.shape[3] == 1 or x.stride(3) == 1 else x.stride(3)
 
 
-def strides(x: Tensor, align: int) -> tuple[int | None, ...]:
+def strides(x: Tensor | None, align: int) -> tuple[int | None, ...]:
+    """(batch, head, row) strides in units of ``align`` elements, and the inner one as `inner_stride` gives it."""
+    if x is None:
+        return 0, 0, 0, None
     b, h, s, _ = broadcast_strides(x)
     return b // align, h // align, s // align, inner_stride(x)
 

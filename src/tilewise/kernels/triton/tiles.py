@@ -18,10 +18,13 @@ Scores are RAW (`q·k`, the scale folded into the exponential's multiply-add) or
 import triton
 import triton.language as tl
 
+from . import configs
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
 HUGE: tl.constexpr = tl.constexpr(float(2**27))
+ROW_BLOCK: tl.constexpr = tl.constexpr(configs.ROW_BLOCK)
 
 
 # ---- memory
@@ -95,8 +98,9 @@ def load_matrix(matrix, rows, cols, inside):
 
 
 @triton.jit
-def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that queries [m0, m0 + BLOCK_M) see: lo <= full_lo <= full_hi, hi. Tiles of [full_lo, full_hi) need no mask; all but hi are tile starts."""
+def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr):
+    """Keys that queries [m0, m0 + BLOCK_M) see, as the ends of three stretches of tiles: those that a window's left end may cut, those
+    that need no mask, those that its right end or the length may cut. DENSE: a mask or bias may cut anywhere, all is the last stretch."""
     len_q, len_k, window_left, window_right = span
     first = m0 + len_k - len_q  # positions of the first and the last query
     last = tl.minimum(m0 + BLOCK_M, len_q) - 1 + len_k - len_q
@@ -108,45 +112,56 @@ def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         lo = tl.maximum(first - window_left, 0) // BLOCK_N * BLOCK_N
         full_lo = tl.cdiv(tl.maximum(tl.minimum(last - window_left, hi), 0), BLOCK_N) * BLOCK_N
     hi = tl.where(m0 < len_q, hi, lo)
-    return lo, full_lo, tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo), hi
+    full_hi = lo if DENSE else tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo)
+    return lo, full_lo, full_hi, hi
 
 
 @triton.jit
-def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Queries that see keys [n0, n0 + BLOCK_N), as `key_tile_range`; tiles start at lo, which is not a multiple of BLOCK_M."""
+def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr, TAIL: tl.constexpr):
+    """Queries that see keys [n0, n0 + BLOCK_N), as `key_tile_range`, with the stretch that the right end cuts first. TAIL: the last
+    one is walked; without it queries past the length are harmless, being loaded as zeros with an LSE of +inf."""
     len_q, len_k, window_left, window_right = span
     first = n0 - (len_k - len_q)  # queries that stand at the first and the last key
     last = tl.minimum(n0 + BLOCK_N, len_k) - 1 - (len_k - len_q)
     lo, full_lo, hi, full_hi = 0, 0, len_q, len_q
     if window_right is not None:
-        lo = tl.minimum(tl.maximum(first - window_right, 0), len_q)
-        full_lo = lo + tl.cdiv(tl.minimum(tl.maximum(last - window_right, lo), len_q) - lo, BLOCK_M) * BLOCK_M
+        lo = tl.minimum(tl.maximum(first - window_right, 0), len_q) // BLOCK_M * BLOCK_M
+        full_lo = tl.cdiv(tl.minimum(tl.maximum(last - window_right, 0), len_q), BLOCK_M) * BLOCK_M
     if window_left is not None:
         hi = tl.minimum(hi, last + window_left + 1)
         full_hi = tl.minimum(full_hi, first + window_left + 1)
     hi = tl.where(n0 < len_k, hi, lo)
-    return lo, full_lo, tl.maximum(lo + tl.maximum(tl.minimum(full_hi, hi) - lo, 0) // BLOCK_M * BLOCK_M, full_lo), hi
+    if DENSE:
+        full_hi = lo
+    elif TAIL:
+        full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_M * BLOCK_M, full_lo)
+    else:
+        full_hi = hi
+    return lo, full_lo, full_hi, hi
 
 
 # ---- scores
 
 
 @triton.jit
-def visible(rows, cols, span, mask):
+def visible(rows, cols, span, mask, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr):
     len_q, len_k, window_left, window_right = span
-    position = rows + (len_k - len_q)
-    seen = (rows < len_q) & (cols < len_k)
+    seen = (rows < len_q) | (not CHECK_ROWS)
+    if CHECK_COLS:
+        seen &= cols < len_k
     if window_left is not None:
-        seen &= cols >= position - window_left
+        seen &= cols >= rows + (len_k - len_q - window_left)
     if window_right is not None:
-        seen &= cols <= position + window_right
+        seen &= cols <= rows + (len_k - len_q + window_right)
     if mask is not None:
         seen &= load_matrix(mask, rows, cols, seen) != 0
     return seen
 
 
 @triton.jit
-def scores(qk, rows, cols, span, rules, mask, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+def scores(
+    qk, rows, cols, span, rules, mask, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, MASKED: tl.constexpr
+):
     """Scores with -inf where hidden, and the softcapped products before anything was added (for the derivative of the cap)."""
     scale, softcap, slope, bias, shift = rules
     s = qk * scale if NATURAL else qk
@@ -156,7 +171,7 @@ def scores(qk, rows, cols, span, rules, mask, NATURAL: tl.constexpr, MASKED: tl.
     if slope is not None:
         s -= slope * tl.abs(rows + shift - cols).to(tl.float32)
     if MASKED:
-        seen = visible(rows, cols, span, mask)
+        seen = visible(rows, cols, span, mask, CHECK_ROWS, CHECK_COLS)
         if bias is not None:
             s += load_matrix(bias, rows, cols, seen).to(tl.float32)
         # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
@@ -235,10 +250,11 @@ def probabilities(s, lse, base2, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def score_gradient(p, dp, delta, s, MASKED: tl.constexpr):
+def score_gradient(p, dp, delta, MASKED: tl.constexpr):
+    """Of scores, from the gradient dp of the probabilities. Hidden pairs have p = 0, and whatever their dp holds must not count."""
     ds = p * (dp - delta)
     if MASKED:
-        ds = tl.where(s != NEG_INF, ds, 0.0)
+        ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
@@ -250,3 +266,18 @@ def product_gradient(ds, capped, rules):
         ratio = capped / softcap
         ds = ds * (1.0 - ratio * ratio)
     return ds
+
+
+@triton.jit
+def tile_gradient(
+    q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, mask, base2, drop, keep_scale,
+    BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
+    qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
+    s, capped = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, CHECK_ROWS, True, MASKED)
+    p = probabilities(s, lse[:, None], base2, NATURAL)
+    dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
+    if drop is not None:
+        dp = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), dp * keep_scale, 0.0)
+    return score_gradient(p, dp, delta[:, None], MASKED), s, capped

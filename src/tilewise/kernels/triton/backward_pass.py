@@ -1,0 +1,63 @@
+"""The backward pass: nothing of size N x N is kept, every tile of probabilities is recomputed from the saved LSE.
+
+The split follows FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.2), but its kernels share nothing while they run: `dkdv` owns a
+tile of keys and walks queries, `dq` owns a tile of queries and walks keys. That is two more products a tile than one kernel with atomic
+additions to dQ needs, and it makes every gradient the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .bias_gradient import launch_bias_gradient
+from .dkdv import launch_dkdv
+from .dq import launch_dq
+from .launch import Launch, alignment
+from .row_terms import row_terms_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Cotangents, Gradients, Operands, Rules, Saved
+
+
+def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
+    """Fill the gradients that are not None, on the current stream of the tensors' device."""
+    call = Launch(t, r)
+    dout, dbias = cot.dout, grads.dbias
+    if dout is None:
+        dout = saved.out.new_zeros(1).expand(saved.out.shape)
+    batch, heads, size_q, size_k = call.batch, call.heads, call.size_q, call.size_k
+    bias_rows = bias_cols = bias_tiles = slope_rows = None
+    if grads.dalibi_slopes is not None:
+        slope_rows = saved.lse.new_empty(batch, heads, size_q)
+    if dbias is not None and dbias.shape[3] == 1:
+        bias_rows = saved.lse.new_empty(batch, heads, size_q, 1)
+    elif dbias is not None and dbias.shape[2] == 1:
+        bias_cols = saved.lse.new_empty(batch, heads, 1, size_k)
+    elif dbias is not None and dbias.shape[:2] == (batch, heads):
+        bias_tiles = dbias.zero_()  # tiles that nothing sees are not visited
+
+    with call.device_guard():
+        row_lse, delta = row_terms_of(call, t, saved, dout, cot.dlse, grads.dsink)
+        # The kernels below read dO again and again: rows that do not start on 16 bytes would cost more than one copy.
+        dout = dout.to(t.q.dtype)
+        if alignment(dout) == 1:
+            dout = dout.contiguous()
+        if grads.dk is not None or grads.dv is not None or bias_cols is not None:
+            launch_dkdv(call, t, dout, row_lse, delta, grads, bias_cols)
+        if any(x is not None for x in (grads.dq, bias_rows, slope_rows, bias_tiles)):
+            launch_dq(call, t, dout, row_lse, delta, grads.dq, bias_rows, slope_rows, bias_tiles)
+        if dbias is not None and all(x is None for x in (bias_rows, bias_cols, bias_tiles)):
+            launch_bias_gradient(call, t, dout, row_lse, delta, dbias)
+        for partial in (bias_rows, bias_cols):
+            if partial is not None:
+                reduce_into(dbias, partial)
+        if slope_rows is not None:
+            reduce_into(grads.dalibi_slopes, slope_rows.sum(2))
+
+
+def reduce_into(target: Tensor, partial: Tensor) -> None:
+    """Sum over the dimensions in which ``target`` has size 1: always in the same order, as torch's sums are."""
+    dims = [dim for dim, size in enumerate(target.shape) if size != partial.shape[dim]]
+    target.copy_(partial.sum(dims, keepdim=True) if dims else partial)

@@ -1,0 +1,210 @@
+"""dK and dV: one program a tile of keys, which walks the queries that see it, over all query heads that read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from . import configs
+from .configs import DKDV
+from .launch import RUNTIME, Launch, alignment, describable, source, strides
+from .tiles import (
+    NEG_INF,
+    ROW_BLOCK,
+    dropout_keep,
+    head_of,
+    hide_rows,
+    load_tile,
+    probabilities,
+    product_gradient,
+    query_tile_range,
+    score_gradient,
+    scores,
+    store_tile,
+    used_length,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Gradients, Operands
+
+
+@triton.jit
+def walk_queries(
+    dk, dv, bias_cols, k, v, q, do, row_lse_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, mask, base2, drop, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
+    probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
+    len_q = span[0]
+    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if MASKED else None):
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
+        lse = tl.load(row_lse_ptr + offs_m)
+        qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
+        s, capped = scores(qk, offs_m[None, :], offs_n[:, None], span, rules, mask, NATURAL, SANITIZE, SANITIZE, MASKED)
+        p = probabilities(s, lse[None, :], base2, NATURAL)
+        do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
+        if MASKED and SANITIZE:
+            q_tile = hide_rows(q_tile, s != NEG_INF, 0)
+            do_tile = hide_rows(do_tile, s != NEG_INF, 0)
+        kept = p
+        if drop is not None:
+            keep = dropout_keep(offs_m, n0, BLOCK_N, drop).T  # [N, M]
+            kept = tl.where(keep, p, 0.0)
+        if WANT_DV:
+            dv = tl.dot(kept.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)  # [N, DV]
+        if WANT_DK or WANT_COLS:
+            dp = tl.dot(v, do_tile.T, input_precision=PRECISION)  # [N, M]
+            delta = tl.load(delta_ptr + offs_m)
+            if drop is not None:
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            ds = score_gradient(p, dp, delta[None, :], MASKED and SANITIZE)
+            if WANT_COLS:
+                bias_cols += tl.sum(ds, 1)
+            if WANT_DK:
+                ds = product_gradient(ds, capped, rules)
+                dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)  # [N, D]
+    return dk, dv, bias_cols
+
+
+@triton.jit
+def one_head_dkdv(
+    dk, dv, k, v, q_ref, do_ref, row_lse_ptr, delta_ptr, bias_cols_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
+    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
+    slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, h, n0, heads, row_blocks, size_k, span, scale, softcap, base2,
+    dropout_threshold, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
+    len_q, len_k, window_left, window_right = span
+    q = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
+    do = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
+    bias, mask, slope, drop = None, None, None, None
+    if bias_ptr is not None:
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+    if mask_ptr is not None:
+        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
+    if seed_ptr is not None:
+        drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+    rules = (scale, softcap, slope, bias, len_k - len_q)
+    row = (b * heads + h).to(tl.int64)
+    lse, delta = row_lse_ptr + row * (row_blocks * ROW_BLOCK), delta_ptr + row * (row_blocks * ROW_BLOCK)
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    cols = tl.zeros([BLOCK_N], tl.float32)
+    DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
+    TAIL: tl.constexpr = SANITIZE or window_left is not None
+    lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, DENSE, TAIL)
+    starts = (full_lo, lo, full_hi)
+    stops = (full_hi, full_lo, hi)
+    for part in tl.static_range(3):
+        if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None))):
+            dk, dv, cols = walk_queries(
+                dk, dv, cols, k, v, q, do, lse, delta, offs_n, n0, starts[part], stops[part], span, rules, mask, base2, drop, keep_scale,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV, bias_cols_ptr is not None, TMA, TMA_DO,
+                NATURAL, SANITIZE, PRECISION, part != 0)  # fmt: skip
+    if bias_cols_ptr is not None:
+        tl.store(bias_cols_ptr + row * size_k + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < size_k)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attention_dkdv(
+    q_ref, k_ref, v_ref, do_ref, dk_ptr, dv_ptr, row_lse_ptr, delta_ptr, bias_cols_ptr,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
+    stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
+    stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dks: tl.int64, stride_dkd,
+    stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvs: tl.int64, stride_dvd,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
+    heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
+    dropout_threshold: tl.int64, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys, over all query heads that read it. Under a causal mask the first tiles are the longest."""
+    num_n = tl.cdiv(size_k, BLOCK_N)
+    tile, bh = tl.program_id(0) % num_n, tl.program_id(0) // num_n
+    heads_k = heads // group
+    b, head_k, n0 = bh // heads_k, bh % heads_k, tile * BLOCK_N
+    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    span = (len_q, len_k, window_left, window_right)
+    k_head = (head_of(k_ref, b, head_k, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, head_k)
+    v_head = (head_of(v_ref, b, head_k, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, head_k)
+    k = load_tile(k_head, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, True)  # [N, D]
+    v = load_tile(v_head, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, True)  # [N, DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    # One head needs no loop around the loops, which the software pipeliner would have to see through.
+    if GROUPED:
+        for g in tl.range(0, group, num_stages=1):
+            dk, dv = one_head_dkdv(
+                dk, dv, k, v, q_ref, do_ref, row_lse_ptr, delta_ptr, bias_cols_ptr,
+                stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
+                bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+                mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
+                slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k * group + g, n0, heads, row_blocks, size_k, span, scale,
+                softcap, (unit, unit_exact), dropout_threshold, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, PRECISION)  # fmt: skip
+    else:
+        dk, dv = one_head_dkdv(
+            dk, dv, k, v, q_ref, do_ref, row_lse_ptr, delta_ptr, bias_cols_ptr,
+            stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
+            bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+            mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
+            slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k, n0, heads, row_blocks, size_k, span, scale,
+            softcap, (unit, unit_exact), dropout_threshold, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+            dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, PRECISION)  # fmt: skip
+    used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
+    if dk_ptr is not None:
+        dk_head = (head_of(dk_ptr, b, head_k, stride_dkb, stride_dkh, ALIGN, False), stride_dks * ALIGN, stride_dkd, b, head_k)
+        store_tile(dk_head, tl.where(used, dk * scale, 0.0), n0, size_k, BLOCK_N, BLOCK_D, D)
+    if dv_ptr is not None:
+        dv_head = (head_of(dv_ptr, b, head_k, stride_dvb, stride_dvh, ALIGN, False), stride_dvs * ALIGN, stride_dvd, b, head_k)
+        store_tile(dv_head, tl.where(used, dv * keep_scale, 0.0), n0, size_k, BLOCK_N, BLOCK_DV, DV)
+
+
+def launch_dkdv(call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, grads: Gradients, bias_cols: Tensor | None) -> None:
+    """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
+    config = call.config(DKDV)
+    tma = config.descriptors and describable(t.q, t.k, t.v)
+    tma_do = config.descriptors and describable(dout)
+    written = [x for x in (grads.dk, grads.dv) if x is not None]
+    align = alignment(t.q, t.k, t.v, dout, *written)
+    attention_dkdv[(triton.cdiv(call.size_k, config.block_n) * call.batch * call.heads_k,)](
+        source(t.q, config.block_m, call.block_d, tma),
+        source(t.k, config.block_n, call.block_d, tma),
+        source(t.v, config.block_n, call.block_dv, tma),
+        source(dout, config.block_m, call.block_dv, tma_do),
+        grads.dk,
+        grads.dv,
+        row_lse,
+        delta,
+        bias_cols,
+        *strides(t.q, align),
+        *strides(t.k, align),
+        *strides(t.v, align),
+        *strides(dout, align),
+        *strides(grads.dk, align),
+        *strides(grads.dv, align),
+        **call.rule_arguments(),
+        row_blocks=row_lse.shape[2] // configs.ROW_BLOCK,
+        **call.constants(config, align, tma),
+        TMA_DO=tma_do,
+        GROUPED=call.heads != call.heads_k,
+    )

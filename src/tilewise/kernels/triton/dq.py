@@ -1,0 +1,166 @@
+"""dQ: one program a tile of queries, which walks the keys that they see. Sums over keys leave with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from . import configs
+from .configs import DQ
+from .launch import RUNTIME, Launch, alignment, broadcast_strides, describable, source, strides
+from .tiles import (
+    NEG_INF,
+    ROW_BLOCK,
+    head_of,
+    hide_rows,
+    key_tile_range,
+    load_tile,
+    product_gradient,
+    store_tile,
+    tile_gradient,
+    used_length,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Operands
+
+
+@triton.jit
+def walk_keys(
+    dq, bias_rows, slope_rows, q, do, lse, delta, k, v, offs_m, lo, hi, span, rules, mask, base2, drop, keep_scale, dbias,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what keys [lo, hi) contribute to a tile of queries. As in the forward pass, a block list changes only `n0`."""
+    len_k = span[1]
+    for n0 in tl.range(lo, hi, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
+        ds, s, capped = tile_gradient(
+            q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, mask, base2, drop, keep_scale,
+            BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
+        if WANT_BIAS_ROWS:
+            bias_rows += tl.sum(ds, 1)
+        if WANT_SLOPE_ROWS:
+            slope_rows -= tl.sum(ds * tl.abs(offs_m[:, None] + rules[4] - offs_n[None, :]).to(tl.float32), 1)
+        if dbias is not None:
+            inside = (offs_m < span[0])[:, None] & (offs_n < len_k)[None, :]
+            tl.store(dbias[0] + (offs_m[:, None] * dbias[1] + offs_n[None, :] * dbias[2]), ds, mask=inside)
+        if WANT_DQ:
+            if MASKED and SANITIZE:
+                k_tile = hide_rows(k_tile, s != NEG_INF, 0)
+            ds = product_gradient(ds, capped, rules)
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [M, D]
+    return dq, bias_rows, slope_rows
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attention_dq(
+    q_ref, k_ref, v_ref, do_ref, dq_ptr, row_lse_ptr, delta_ptr, bias_rows_ptr, slope_rows_ptr,
+    dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n: tl.int64,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
+    stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
+    stride_dqb: tl.int64, stride_dqh: tl.int64, stride_dqs: tl.int64, stride_dqd,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
+    heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
+    dropout_threshold: tl.int64, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
+    num_m = tl.cdiv(size_q, BLOCK_M)
+    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+    if window_right is not None:
+        tile = num_m - 1 - tile
+    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    span = (len_q, len_k, window_left, window_right)
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    q_head = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
+    k_head = (head_of(k_ref, b, h // group, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, h // group)
+    v_head = (head_of(v_ref, b, h // group, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, h // group)
+    do_head = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
+    bias, mask, slope, drop, dbias = None, None, None, None, None
+    if bias_ptr is not None:
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+    if mask_ptr is not None:
+        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
+    if seed_ptr is not None:
+        drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+    if dbias_ptr is not None:
+        dbias = (dbias_ptr + b * stride_dbias_b + h * stride_dbias_h, stride_dbias_m, stride_dbias_n)
+    rules = (scale, softcap, slope, bias, len_k - len_q)
+    base2 = (unit, unit_exact)
+    rows = bh.to(tl.int64) * size_q + offs_m
+    padded_rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+    inside = offs_m < len_q
+    q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
+    do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
+    lse = tl.load(row_lse_ptr + padded_rows)
+    delta = tl.load(delta_ptr + padded_rows)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    bias_rows = tl.zeros([BLOCK_M], tl.float32)
+    slope_rows = tl.zeros([BLOCK_M], tl.float32)
+
+    DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
+    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    for part in tl.static_range(3):
+        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+            dq, bias_rows, slope_rows = walk_keys(
+                dq, bias_rows, slope_rows, q, do, lse, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, mask, base2,
+                drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, dq_ptr is not None, bias_rows_ptr is not None,
+                slope_rows_ptr is not None, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+
+    if dq_ptr is not None:
+        dq_head = (head_of(dq_ptr, b, h, stride_dqb, stride_dqh, ALIGN, False), stride_dqs * ALIGN, stride_dqd, b, h)
+        store_tile(dq_head, tl.where(inside[:, None], dq * scale, 0.0), m0, size_q, BLOCK_M, BLOCK_D, D)
+    if bias_rows_ptr is not None:
+        tl.store(bias_rows_ptr + rows, tl.where(inside, bias_rows, 0.0), mask=offs_m < size_q)
+    if slope_rows_ptr is not None:
+        tl.store(slope_rows_ptr + rows, tl.where(inside, slope_rows, 0.0), mask=offs_m < size_q)
+
+
+def launch_dq(
+    call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor,
+    dq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill what is not None: dQ, sums over keys (B, Hq, Sq) for a bias with one column and for the slopes, and a bias's own gradient."""
+    config = call.config(DQ)
+    tma = config.descriptors and describable(t.q, t.k, t.v)
+    tma_do = config.descriptors and describable(dout)
+    align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
+    attention_dq[(triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads,)](
+        source(t.q, config.block_m, call.block_d, tma),
+        source(t.k, config.block_n, call.block_d, tma),
+        source(t.v, config.block_n, call.block_dv, tma),
+        source(dout, config.block_m, call.block_dv, tma_do),
+        dq,
+        row_lse,
+        delta,
+        bias_rows,
+        slope_rows,
+        dbias,
+        *broadcast_strides(dbias),
+        *strides(t.q, align),
+        *strides(t.k, align),
+        *strides(t.v, align),
+        *strides(dout, align),
+        *strides(dq, align),
+        **call.rule_arguments(),
+        row_blocks=row_lse.shape[2] // configs.ROW_BLOCK,
+        **call.constants(config, align, tma),
+        TMA_DO=tma_do,
+    )

@@ -1,0 +1,74 @@
+"""What the backward pass needs to know of each query: two numbers. Run once, before the kernels that walk tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from .configs import ROW_BLOCK
+from .launch import LOG2E as HOST_LOG2E
+from .launch import RUNTIME, Launch, alignment, contiguous, strides
+from .tiles import LOG2E, NEG_INF, head_of, load_tile, used_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Operands, Saved
+
+BLOCK_M = 64
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def row_terms(
+    out_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, row_lse_ptr, sink_ptr, sink_partial_ptr, seqused_q_ptr,
+    stride_ob: tl.int64, stride_oh: tl.int64, stride_os: tl.int64, stride_od,
+    stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
+    stride_dlse_b: tl.int64, stride_dlse_h: tl.int64, stride_dlse_m: tl.int64,
+    heads, size_q, row_tiles, lse_scale,
+    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = sum(out * dout) - dlse, and the LSE as `probabilities` wants it, both neutral for queries that see nothing.
+
+    A sink's logit gains -exp(sink - lse) * delta from each query: it is a key whose value, and so whose dP, is zero.
+    """
+    tile, bh = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+    len_q = used_length(seqused_q_ptr, b, size_q)
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    inside = offs_m < len_q
+    out_head = (head_of(out_ptr, b, h, stride_ob, stride_oh, ALIGN, False), stride_os * ALIGN, stride_od, b, h)
+    do_head = (head_of(do_ptr, b, h, stride_dob, stride_doh, ALIGN, False), stride_dos * ALIGN, stride_dod, b, h)
+    o = load_tile(out_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True).to(tl.float32)
+    do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True).to(tl.float32)
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * size_q + offs_m, mask=inside, other=NEG_INF)
+    delta = tl.sum(o * do, 1)  # [M]
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + (b * stride_dlse_b + h * stride_dlse_h + offs_m * stride_dlse_m), mask=inside, other=0.0)
+    empty = lse == NEG_INF
+    delta = tl.where(empty, 0.0, delta)
+    if sink_ptr is not None:
+        weight = tl.where(empty, 0.0, tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E))
+        tl.store(sink_partial_ptr + tl.program_id(0), -tl.sum(weight * delta, 0))
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # of the padded results
+    tl.store(delta_ptr + rows, delta)
+    tl.store(row_lse_ptr + rows, tl.where(empty, float("inf"), lse * lse_scale))
+
+
+def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, dsink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Launch `row_terms` and finish the sink's gradient. Returns the LSE and delta, (B, Hq, Sq) in float32, Sq padded to ROW_BLOCK."""
+    row_tiles = triton.cdiv(call.size_q, ROW_BLOCK) * (ROW_BLOCK // BLOCK_M)
+    row_lse, delta = (saved.lse.new_empty(call.batch, call.heads, row_tiles * BLOCK_M) for _ in range(2))
+    partial = None if dsink is None else saved.lse.new_empty(call.batch, call.heads, row_tiles)
+    align = alignment(saved.out, dout)
+    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+    row_terms[(row_tiles * call.batch * call.heads,)](
+        saved.out, dout, saved.lse, dlse, delta, row_lse, None if dsink is None else contiguous(t.sink), partial, contiguous(t.seqused_q),
+        *strides(saved.out, align), *strides(dout, align), *dlse_strides,
+        call.heads, call.size_q, row_tiles, 1.0 if call.natural else HOST_LOG2E,
+        ALIGN=align, DV=call.dv, BLOCK_DV=call.block_dv, BLOCK_M=BLOCK_M, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    if dsink is not None:
+        dsink.copy_(partial.sum((0, 2)))
+    return row_lse, delta
