@@ -41,7 +41,7 @@ def shape(seqlen: int) -> Shape:
 
 
 def wrong_scale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return eager_attention(1.01 * q, k, v)
+    return eager_attention(1.03 * q, k, v)
 
 
 def off_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,7 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"tolerance: the largest gap so far between the unfused model and itself summing in another order, times {NOISE_FACTOR:.0f}, "
-        "plus float32 rounding",
+        f"tolerance: the largest gap so far between the unfused model and itself summing in another order, times {NOISE_FACTOR:.0f}",
         style="dim",
         highlight=False,
     )
