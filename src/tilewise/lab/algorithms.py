@@ -152,7 +152,7 @@ def _count_fa2_backward(memory: DeviceMemory, inputs: Inputs) -> Results:
 def _count_split_dim(memory: DeviceMemory, inputs: Inputs) -> Results:
     q, k, v, _ = _place(memory, inputs)
     o, lse = _outputs(memory, inputs)
-    split_dim.forward(memory, q, k, v, o, lse, inputs.scale, inputs.tiles, inputs.case().piece)
+    split_dim.forward(memory, q, k, v, o, lse, inputs.scale, inputs.tiles, inputs.piece or q.shape[2])
     return {"o": o.data, "lse": lse.data}
 
 
@@ -239,7 +239,7 @@ def _launch_fa2_backward(inputs: Inputs) -> Callable[[], Results]:
 
 
 def _launch_split_dim(inputs: Inputs) -> Callable[[], Results]:
-    kernels, piece = _kernels("split_dim"), inputs.case().piece
+    kernels, piece = _kernels("split_dim"), inputs.piece or inputs.q.shape[2]
 
     def run() -> Results:
         return dict(zip(("o", "lse"), kernels.forward(inputs.q, inputs.k, inputs.v, inputs.scale, piece, **_sizes(inputs)), strict=True))

@@ -1,0 +1,405 @@
+"""The lab: every step equals attention, every byte equals its prediction, and the page that draws it works in a browser."""
+
+import doctest
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewise.lab import algorithms, block_sparse, claims, predict, profile, results, run, sweeps, trace
+from tilewise.lab.algorithms import Inputs
+from tilewise.lab.predict import Case
+from tilewise.lab.run import difference, exact
+from tilewise.lab.traffic import DeviceMemory, Tiles
+
+COUNTED = algorithms.SOFTMAX + algorithms.ATTENTION
+ids = [f"{step.name}-{step.pass_}" for step in COUNTED]
+ROOT = Path(__file__).parents[1]
+
+
+def counted(step, inputs):
+    memory = DeviceMemory()
+    return step.count(memory, inputs), memory
+
+
+# ------------------------------------------------------------------------------------------------------------ counted twins
+
+
+@pytest.mark.parametrize("step", COUNTED, ids=ids)
+@pytest.mark.parametrize("n,d,tiles", [(64, 16, (16, 32)), (50, 32, (32, 16)), (7, 16, (16, 16)), (33, 16, (8, 8))])
+def test_twin_is_attention_and_its_bytes_are_predicted(step, n, d, tiles):
+    inputs = Inputs.random(2, n, d, Tiles(*tiles), dtype=torch.float64, density=0.4, piece=16)
+    got, memory = counted(step, inputs)
+    want = exact(inputs, step.name)
+    for name, value in got.items():
+        assert difference(value, want[name]) < 1e-12, name
+    prediction = step.predict(inputs.case(), 1)
+    expected = Counter()
+    for stream in prediction.streams():
+        expected[stream.kind, stream.name] += stream.bytes
+    assert memory.counts == expected
+    assert memory.bytes() == prediction.bytes()
+    assert memory.peak_scratch_bytes == prediction.extra_bytes
+    assert memory.scratch_bytes in (0, prediction.extra_bytes)
+
+
+@pytest.mark.parametrize("step", COUNTED, ids=ids)
+def test_sixteen_bit_inputs_move_half_the_bytes_of_their_tensors(step):
+    inputs = Inputs.random(1, 40, 16, Tiles(16, 16), dtype=torch.bfloat16, density=0.5, piece=16)
+    got, memory = counted(step, inputs)
+    assert memory.bytes() == step.predict(inputs.case(), 1).bytes()
+    want = exact(inputs, step.name)
+    assert all(difference(value, want[name]) < 0.05 for name, value in got.items())
+
+
+class Exponentials(TorchDispatchMode):
+    """Counts the elements that `torch.exp` is applied to."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.exp.default,):
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("step", algorithms.ATTENTION, ids=ids[3:])
+def test_operations_and_exponentials_are_predicted(step):
+    inputs = Inputs.random(1, 40, 16, Tiles(16, 16), density=0.5, piece=8)
+    with FlopCounterMode(display=False) as products, Exponentials() as exponentials:
+        counted(step, inputs)
+    flops, exps = products.get_total_flops(), exponentials.count
+    if step.pass_ == "bwd":  # the twin runs the forward pass first
+        forward = {"fa1": algorithms.FA1, "fa2": algorithms.FA2}[step.name].predict(inputs.case(), 1)
+        flops, exps = flops - forward.flops, exps - forward.exponentials
+    prediction = step.predict(inputs.case(), 1)
+    assert (flops, exps) == (prediction.flops, prediction.exponentials)
+
+
+def test_unwritten_memory_shows():
+    memory = DeviceMemory()
+    x = memory.scratch("x", (4, 2), torch.float32)
+    assert x.load(0).isnan().all()
+    x.store(1.0, slice(0, 2))
+    assert memory.counts == {("load", "x"): 8, ("store", "x"): 16}
+    memory.free(x)
+    assert (memory.scratch_bytes, memory.peak_scratch_bytes) == (0, 32)
+
+
+def test_a_tile_on_chip_is_a_copy():
+    memory = DeviceMemory()
+    x = memory.place("x", torch.zeros(4))
+    tile = x.load(slice(0, 2))
+    tile += 1
+    assert x.data.sum() == 0
+
+
+def test_rows_without_a_tile_are_empty():
+    inputs = Inputs.random(1, 32, 16, Tiles(16, 16))
+    mask = torch.tensor([[True, False], [False, False]])
+    memory = DeviceMemory()
+    q, k, v = (memory.place(name, getattr(inputs, name)) for name in "qkv")
+    o, lse = memory.result("o", (1, 32, 16), torch.float32), memory.result("lse", (1, 32), torch.float32)
+    lists = [memory.place(name, x) for name, x in zip(("counts", "indices"), block_sparse.tile_lists(mask), strict=True)]
+    block_sparse.forward(memory, q, k, v, o, lse, *lists, inputs.scale, inputs.tiles)
+    assert (o.data[0, 16:] == 0).all() and (lse.data[0, 16:] == float("-inf")).all()
+    assert o.data[0, :16].isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------------------------- kernels
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    pytest.importorskip("triton", reason="the kernels need Triton, which torch brings on Linux")
+    script = Path(__file__).with_name("lab_interpreted.py")
+    finished = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("step", COUNTED, ids=ids)
+def test_kernel_is_attention_in_the_interpreter(interpreted, step, dtype):
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    for name, (error, twin_error) in interpreted[f"{step.name} {step.pass_} {dtype}"].items():
+        # Kernels round P and dS to 16 bits before a product, the twins do not: a few roundings of numbers of order one.
+        assert error <= 1.5 * twin_error + 8 * eps, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("step", COUNTED, ids=ids)
+def test_kernel_is_attention_on_the_gpu(step, d):
+    from tilewise.lab import gpu
+
+    point = sweeps.Point("bytes", step.name, step.pass_, 3, 1000, d, 64, 64, density=0.5, piece=64)
+    if step in algorithms.SOFTMAX:
+        point = sweeps.Point("softmax", step.name, step.pass_, 1, 100, 5000, 64, 64)
+    inputs = point.inputs(torch.bfloat16, "cuda")
+    for _ in range(3):  # state that one program wrote and reads again would differ from run to run if it were read too early
+        error, allowed = gpu.checked(step.launch(inputs)(), inputs, point)
+        assert error <= allowed
+
+
+def test_compiler_reports_what_a_kernel_takes():
+    pytest.importorskip("triton", reason="the kernels need Triton, which torch brings on Linux")
+    from tilewise.lab import resources
+
+    small = resources.fa2_forward(64, 64, 32)
+    assert small.fits(232448) and small.spill_bytes == 0
+    assert 0 < small.registers <= resources.REGISTERS_PER_THREAD
+    assert small.shared_bytes >= 2 * 32 * 64 * 2  # at least the K and V tiles
+    assert not small.fits(small.shared_bytes - 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- predictions
+
+
+def test_standard_attention_moves_four_squares_and_four_tensors_behind_a_cache():
+    case = Case(heads=3, n=1024, d=64, itemsize=2, tiles=Tiles(128, 64))
+    assert predict.standard_forward(case).device_bytes(50 << 20) == 3 * 2 * (4 * 1024**2 + 4 * 1024 * 64)
+
+
+def test_state_of_the_first_order_is_the_papers_count():
+    case = Case(heads=1, n=1024, d=64, itemsize=4, tiles=Tiles(64, 64))
+    state = sum(s.bytes for launch in predict.fa1_forward(case).launches[1:] for s in launch.streams if s.name in ("o", "m", "l"))
+    assert state == 4 * case.tiles_n * (2 * 1024 * 64 + 4 * 1024)
+
+
+@pytest.mark.parametrize("step", COUNTED, ids=ids)
+def test_a_cache_never_adds_traffic_and_a_huge_one_moves_each_stream_once(step):
+    inputs = Inputs.random(1, 256, 32, Tiles(32, 32), density=0.5, piece=16)
+    prediction = step.predict(inputs.case(), 8)
+    assert prediction.device_bytes(1 << 40) <= prediction.device_bytes(1 << 10) <= prediction.bytes()
+    assert prediction.device_bytes(1 << 40) == sum(min(s.size, s.bytes) for s in prediction.streams())
+
+
+def test_traffic_falls_with_the_memory_on_chip_as_the_theorem_says():
+    n, d = 1024, 64
+    scaled = []
+    for elements in sweeps.ON_CHIP_ELEMENTS:
+        case = Case(1, n, d, 4, predict.paper_tiles(d, elements))
+        scaled.append(predict.fa1_forward(case).bytes() / 4 / predict.theorem_elements(n, d, elements))
+    assert max(scaled) / min(scaled) < 1.3
+
+
+def test_loop_orders_differ_by_their_state():
+    inputs = Inputs.random(1, 256, 32, Tiles(32, 32))
+    (_, first), (_, second) = counted(algorithms.FA1, inputs), counted(algorithms.FA2, inputs)
+    assert first.bytes("store") > 8 * second.bytes("store")
+    assert second.bytes("store") == second.bytes("store", "o") + second.bytes("store", "lse") == 4 * (256 * 32 + 256)
+
+
+def test_block_sparse_traffic_is_linear_in_the_density():
+    moved = {}
+    for density in (0.25, 0.5, 1.0):
+        _, memory = counted(algorithms.BLOCK_SPARSE, Inputs.random(1, 256, 16, Tiles(32, 32), density=density))
+        moved[density] = memory.bytes("load", "k") + memory.bytes("load", "v")
+    assert moved[0.25] * 4 == moved[0.5] * 2 == moved[1.0]
+
+
+@pytest.mark.parametrize("step", [algorithms.STANDARD, algorithms.FA1, algorithms.FA2], ids=["standard", "fa1", "fa2"])
+def test_extra_memory_grows_as_promised(step):
+    rows = []
+    for n in (32, 64, 128):
+        _, memory = counted(step, Inputs.random(1, n, 16, Tiles(16, 16)))
+        rows.append({"seqlen": n, "extra": memory.peak_scratch_bytes})
+    assert run.exponent(rows, "extra") == pytest.approx(2.0 if step is algorithms.STANDARD else 1.0)
+
+
+def test_ratio_of_traffic_to_compute():
+    assert predict.traffic_over_compute(64, 2e12, 312e12) == pytest.approx(468 / 64)
+    assert predict.traffic_over_compute(128, 4.8e12, 989e12) == pytest.approx(618 / 128, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------------ claims
+
+
+def test_each_repeated_mistake_has_its_right_answer():
+    found = {finding.name: finding for finding in (claim() for claim in claims.ALL)}
+    assert not any(finding.holds for finding in found.values())
+    assert found["float16 overflow"].numbers["first"] == 12
+    assert found["rescale factor"].numbers["right"] == pytest.approx(found["rescale factor"].numbers["exact"])
+    assert found["loop order"].numbers["fa1_state"] > 16 * found["loop order"].numbers["fa2_state"]
+    assert found["traffic against compute"].numbers["a100_d64"] == pytest.approx(468 / 64)
+    assert found["six trips"].numbers["milliseconds"] == pytest.approx(51.54, abs=0.01)
+
+
+@pytest.mark.parametrize("module", ["traffic", "predict", "run", "block_sparse", "profile"])
+def test_examples_hold(module):
+    assert doctest.testmod(importlib.import_module(f"tilewise.lab.{module}")).failed == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- the command
+
+
+def test_rows_carry_what_they_promise():
+    rows = run.run_lab((64,), (16,), budget_s=60)
+    assert {row["experiment"] for row in rows} >= {"claim", "softmax", "bytes", "production", "density", "theorem", "tiles"}
+    for row in rows:
+        assert row["status"] == "ok" and row["source_hash"] == results.source_hash()
+    assert len(run.counted_rows(rows)) > 20
+    assert all(row["counted_bytes"] == row["predicted_bytes"] for row in run.counted_rows(rows))
+
+
+def test_a_spent_budget_ends_the_run():
+    assert {row["experiment"] for row in run.run_lab((64,), (16,), budget_s=0.0)} == {"claim"}
+
+
+def test_command_prints_tables_and_writes_rows(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert run.command(["--seqlens", "32,64", "--head-dims", "16", "--budget", "60", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "counts equal their prediction" in printed and "N^2.00" in printed and "float16 overflow" in printed
+    assert len(results.read(out)) > 30
+
+
+def test_command_prints_json(capsys):
+    assert run.command(["--seqlens", "32", "--head-dims", "16", "--budget", "0", "--json"]) == 0
+    assert [json.loads(line)["experiment"] for line in capsys.readouterr().out.splitlines()] == ["claim"] * len(claims.ALL)
+
+
+def test_a_count_that_differs_is_an_error(monkeypatch, capsys):
+    wrong = {"experiment": "bytes", "status": "ok", "counted_bytes": 1, "predicted_bytes": 2}
+    monkeypatch.setattr(run, "run_lab", lambda *a, **k: [wrong])
+    assert run.main(as_json=True) == 1
+
+
+def test_every_gpu_point_is_a_step_of_the_table():
+    points = [*sweeps.gpu_points(), *sweeps.memory_points()]
+    assert len(points) == len({json.dumps(point.row()) for point in points})  # a row must lead back to its point
+    for point in points:
+        assert point.found().name == point.algorithm
+        assert point.d & (point.d - 1) == 0 or point.experiment == "softmax"
+
+
+# ---------------------------------------------------------------------------------------------------------------- profiler
+
+HEADER = '"ID","Process ID","Kernel Name","Block Size","Grid Size","Section Name","Metric Name","Metric Unit","Metric Value"'
+
+
+def profiler_csv(launches):
+    lines = ["==PROF== Connected to process 12", "some text of the program", HEADER]
+    for number, (name, grid, values) in enumerate(launches):
+        for metric, value in values.items():
+            lines.append(f'"{number}","12","{name}","(128, 1, 1)","({grid}, 1, 1)","Command line","{metric}","byte","{value}"')
+    return "\n".join([*lines, "==PROF== Disconnected"])
+
+
+def test_profile_is_added_to_the_rows():
+    point = next(sweeps.gpu_points())
+    row = point.row() | {"predicted_bytes": 1000, "predicted_device_bytes": 500, "ms": 1.0, "status": "ok"}
+    other = row | {"seqlen": 1}
+    values = {
+        "dram__bytes_read.sum": "1,024",
+        "dram__bytes_write.sum": "76",
+        "lts__t_sectors_srcunit_tex_op_read.sum": "30",
+        "lts__t_sectors_srcunit_tex_op_write.sum": "2",
+    }
+    noise = {"dram__bytes_read.sum": "999999", "dram__bytes_write.sum": "n/a"}
+    text = profiler_csv([("before", 3, noise), ("lab_marker_kernel", 1, noise), ("a", 5, values), ("b", 6, values)])
+    from dataclasses import asdict
+
+    merged, untouched = profile.merge(text, [{"marker": 1, **asdict(point)}], [row, other])
+    assert (merged["kernels"], merged["measured_device_bytes"], merged["measured_l2_bytes"]) == (2, 2200, 2 * 32 * 32)
+    assert merged["device_ratio"] == pytest.approx(4.4) and merged["l2_ratio"] == pytest.approx(2.048)
+    assert untouched == other
+    assert "4.400" in profile.report([merged, untouched])
+
+
+def test_a_profile_without_a_table_says_why():
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        list(profile.kernels("==ERROR== ERR_NVGPUCTRPERM"))
+
+
+def test_gpu_script_is_a_valid_script():
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / "lab_gpu.sh")], check=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------- trace
+
+
+def test_frames_show_what_is_on_chip():
+    inputs = Inputs.random(1, trace.ROWS, trace.DIM, Tiles(trace.BLOCK, trace.BLOCK))
+    want = exact(inputs, "fa2")
+    first, second = trace.frames("fa1", inputs), trace.frames("fa2", inputs)
+    assert len(first) == len(second) == 17
+    for own in (first, second):
+        assert difference(own[-1].o, want["o"][0]) < 1e-6
+        m, l = own[-1].state.T.double()
+        assert difference(m + torch.log(l), want["lse"][0]) < 1e-6
+        assert (own[-1].pairs == 1).all()
+    store_of_state = [trace.TENSORS.index(name) for name in ("O", "m", "l")]
+    assert all((frame.touched[store_of_state] >= 2).any() for frame in first[:-1])  # the state is stored at every step
+    assert [bool((frame.touched[store_of_state] >= 2).any()) for frame in second] == ([False] * 3 + [True]) * 4 + [False]
+    assert first[-1].bytes > second[-1].bytes
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory):
+    pytest.importorskip("plotly", reason="the trace is drawn with plotly: pip install plotly")
+    return trace.write_trace(tmp_path_factory.mktemp("trace") / "trace.html")
+
+
+def test_page_is_self_contained(page):
+    text = page.read_text()
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.(https?:)?//", text)
+    assert "Plotly.newPlot" in text
+
+
+@pytest.fixture
+def browser(tmp_path):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="the browser is driven with selenium: pip install selenium")
+    from selenium.webdriver.chrome.service import Service
+
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+    driver = shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("no browser here: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1500,950"):
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    running = webdriver.Chrome(options=options, service=Service(driver))
+    yield running
+    running.quit()
+
+
+def test_a_reader_scrubs_through_the_page(page, browser):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(page.as_uri())
+    wait = WebDriverWait(browser, 20)
+
+    def title():
+        return browser.find_element(By.CSS_SELECTOR, ".gtitle").text
+
+    wait.until(lambda _: "step 1: queries 0 to 1, keys 0 to 1" in title())
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".subplot .heatmaplayer .hm")) == 8
+    rail = browser.find_element(By.CSS_SELECTOR, ".slider-rail-touch-rect")
+    ActionChains(browser).move_to_element(rail).click().perform()
+    wait.until(lambda _: "step 9: queries 0 to 1, keys 4 to 5" in title() and "step 9: queries 4 to 5, keys 0 to 1" in title())
+    end = int(rail.rect["width"] / 2) - 3
+    ActionChains(browser).move_to_element(rail).click_and_hold().move_by_offset(end, 0).release().perform()
+    wait.until(lambda _: title().count("done") == 2)
+    inputs = Inputs.random(1, trace.ROWS, trace.DIM, Tiles(trace.BLOCK, trace.BLOCK))
+    drawn = browser.execute_script("return document.getElementById('trace').data[7].text.map(row => row.map(Number))")
+    assert difference(torch.tensor(drawn), exact(inputs, "fa2")["o"][0]) < 0.006  # two decimals
+    severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert not severe
