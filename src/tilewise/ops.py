@@ -212,6 +212,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     out, lse, _, _, entropy = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["captured"])
+    ctx.captured = len(args["captured"])
     ctx.rules = tuple(args[name] for name in RULES)
     ctx.allow_tf32 = float32_precision_allows_tf32()
 
@@ -238,7 +239,7 @@ def _split(grads: list[Tensor | None]) -> tuple[dict[str, Tensor | None], list[T
 
 def _autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     needed = dict(zip(_FORWARD_ARGS, ctx.needs_input_grad, strict=True))
-    needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], len(ctx.saved_tensors) - 3 - len(OPERANDS) + 1)
+    needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], ctx.captured)
     named, captured = _split(_gradients(ctx, cotangents, needs, torch.ops.tilewise.attention_backward))
     return tuple(captured if name == "captured" else named.get(name) for name in _FORWARD_ARGS)
 

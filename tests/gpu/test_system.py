@@ -133,7 +133,8 @@ def test_a_new_length_compiles_nothing(backend):
         if differentiates(backend):
             torch.autograd.grad(out, list(inputs.values()), torch.ones_like(out))
 
-    run(2, 200, 200, 4, 2)
+    for kv_heads in (4, 2):  # a group of one query head needs no loop over the group: another kernel
+        run(2, 200, 200, 4, kv_heads)
     shapes = [(2, 1, 1, 4, 2), (2, 16, 16, 4, 2), (1, 17, 1000, 4, 4), (3, 128, 256, 8, 1), (5, 1024, 1024, 1, 1), (1, 1, 4096, 16, 16)]
     assert {shape: new_specializations(lambda shape=shape: run(*shape)) for shape in shapes} == dict.fromkeys(shapes, 0)
 
@@ -225,9 +226,13 @@ def test_opcheck(options):
     inputs = qkv(2, 70, 70)
     if options.get("layout") == "bhsd":
         inputs = {name: x.transpose(1, 2) for name, x in inputs.items()}
-    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    arguments = prepare(**inputs, **options).op_arguments
-    torch.library.opcheck(torch.ops.tilewise.attention_forward.default, tuple(arguments[name] for name in ops._FORWARD_ARGS))
+    op = torch.ops.tilewise.attention_forward.default
+    for grad in (False, True):
+        leaves = {name: x.detach().requires_grad_(grad) for name, x in inputs.items()}
+        arguments = prepare(**leaves, **options).op_arguments
+        # With gradients, the check of AOT dispatch differentiates max_logits too, whose gradient raises.
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor") + (() if grad else ("test_aot_dispatch_dynamic",))
+        torch.library.opcheck(op, tuple(arguments[name] for name in ops._FORWARD_ARGS), test_utils=checks)
 
 
 @with_backward

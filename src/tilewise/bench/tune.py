@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .. import plan
 from ..kernels.triton import configs
 from ..kernels.triton.configs import DKDV, DQ, FORWARD, Config
 from .cases import Case
@@ -257,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("tuning needs a GPU that torch sees")
-    arch = configs.architecture(torch.device("cuda"))
+    arch = configs.architecture(plan.target_of(torch.device("cuda", torch.cuda.current_device())))
     keys = [((arch, args.bits, purpose), int(dim)) for purpose in args.purposes.split(",") for dim in args.dims.split(",")]
     outcome = tune(keys, args.most, args.workers, args.budget)
     changes: dict[tuple[Key, int], Config] = {}

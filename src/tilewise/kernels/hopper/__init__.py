@@ -88,6 +88,15 @@ def tma_refusal(x: Tensor) -> str | None:
     return None
 
 
+def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
+    """The tile that would serve a call, for people."""
+    from .configs import ROWS
+    from .launch import tile_of
+
+    tile = tile_of(t, r)
+    return f"tiles of {ROWS * tile.warpgroups} x {tile.block_n}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages"
+
+
 def forward(t: Operands, r: Rules, out: Outputs) -> None:
     """Fill out.out (B, Hq, Sq, Dv) and out.lse (B, Hq, Sq) on the current stream of t.q's device. `why_not` must have said None.
 

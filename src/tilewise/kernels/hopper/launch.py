@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...plan import Operands, Outputs, Rules
 from . import tma_refusal
-from .configs import TILES, Addresses, Variant, tile_columns, tile_name, value_columns
+from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 
@@ -102,27 +102,28 @@ def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addr
     raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
 
 
-def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
-    """The kernel that serves a call; `why_not` has said that one does."""
-    seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
-    dim, dim_v = t.q.shape[3], t.v.shape[3]
-    right, left = r.window_right >= 0, r.window_left >= 0
+def tile_of(t: Operands, r: Rules) -> Tile:
+    """The tile that serves a call, by its shape and rules."""
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
     lengths = t.seqused_q is not None or t.seqused_k is not None
-    plain = not (left or transforms or lengths or t.sink is not None) and r.window_right <= 0
-    name = tile_name(dim, dim_v, seqlen_q, seqlen_k, right, plain)
-    chunk, chunks = tile_columns(dim)
+    plain = not (r.window_left >= 0 or transforms or lengths or t.sink is not None) and r.window_right <= 0
+    return TILES[tile_name(t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2], r.window_right >= 0, plain)]
+
+
+def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
+    """The kernel that serves a call; `why_not` has said that one does."""
+    chunk, chunks = tile_columns(t.q.shape[3])
     return Variant(
-        tile=TILES[name],
+        tile=tile_of(t, r),
         dtype=_DTYPES[t.q.dtype],
         chunk=chunk,
         chunks=chunks,
-        dim_v=value_columns(dim_v),
-        right=right,
-        left=left,
+        dim_v=value_columns(t.v.shape[3]),
+        right=r.window_right >= 0,
+        left=r.window_left >= 0,
         lengths_q=t.seqused_q is not None,
         lengths_k=t.seqused_k is not None,
-        scale_first=transforms,
+        scale_first=r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None,
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         sink=t.sink is not None,

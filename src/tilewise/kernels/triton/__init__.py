@@ -34,6 +34,17 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
+    """The tiles that would serve a call, for people."""
+    from . import configs
+
+    arch, limit = configs.architecture(target), configs.shared_limit(target)
+    bits, dims = 8 * t.q.element_size(), (configs.padded(t.q.shape[3]), configs.padded(t.v.shape[3]))
+    purposes = (configs.DKDV, configs.DQ) if request.backward else (configs.FORWARD,)
+    chosen = {purpose: configs.choose(arch, limit, bits, purpose, *dims) for purpose in purposes}
+    return "; ".join(f"{name} {c.block_m} x {c.block_n} tiles, {c.num_warps} warps, {c.num_stages} stages" for name, c in chosen.items())
+
+
 def forward(t: Operands, r: Rules, out: Outputs) -> None:
     """Fill ``out.out`` and ``out.lse``; see `plan.Outputs`."""
     from .forward_pass import forward as run

@@ -45,7 +45,7 @@ def bias_gradient(
         b, h = shared // bias_heads + i // shared_heads, shared % bias_heads + i % shared_heads
         len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
         span = (len_q, len_k, window_left, window_right)
-        lo, _, _, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
+        lo, _full_lo, _full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
         if (n0 + BLOCK_N > lo) & (n0 < hi):
             bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
             mask, slope, drop = None, None, None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from ...plan import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +102,26 @@ def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv
     return element * (kept + config.num_stages * walked + scores) + 1024
 
 
-def architecture(device: torch.device) -> str:
+def architecture(target: Target) -> str:
     """The row of the table for a device; the closest older one for those that have none."""
-    if device.type != "cuda":
+    if target.type != "cuda":
         return "interpreter"
-    import torch
-
-    if torch.version.hip:
+    if target.hip:
         return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = target.capability
     return {8: "sm80" if minor in (0, 7) else "sm86", 9: "sm90", 10: "sm100"}.get(major, "sm120")
 
 
-def shared_limit(device: torch.device) -> int:
-    if device.type != "cuda":
-        return SHARED_LIMIT["sm80"]
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+def shared_limit(target: Target) -> int:
+    """Shared memory of one block on a device, in bytes."""
+    return target.shared_memory or SHARED_LIMIT.get(architecture(target), SHARED_LIMIT["sm80"])
 
 
 def table_entry(arch: str, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
     if purpose == DBIAS:
-        return Config(16, 16, 1, 1) if arch == "interpreter" else Config(64, 64 if max(block_d, block_dv) <= 128 and bits == 16 else 32, 4, 1)
+        return (
+            Config(16, 16, 1, 1) if arch == "interpreter" else Config(64, 64 if max(block_d, block_dv) <= 128 and bits == 16 else 32, 4, 1)
+        )
     row = TABLE[arch, bits, purpose]
     return row[min(dim for dim in row if dim >= max(block_d, block_dv))]
 

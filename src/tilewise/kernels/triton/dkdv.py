@@ -179,7 +179,9 @@ def attention_dkdv(
         store_tile(dv_head, tl.where(used, dv * keep_scale, 0.0), n0, size_k, BLOCK_N, BLOCK_DV, DV)
 
 
-def launch_dkdv(call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, grads: Gradients, bias_cols: Tensor | None) -> None:
+def launch_dkdv(
+    call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, grads: Gradients, bias_cols: Tensor | None
+) -> None:
     """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
     config = call.config(DKDV)
     tma = config.descriptors and describable(t.q, t.k, t.v)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
-RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold", "bias_batch", "bias_heads", "shared_batch", "shared_heads"]
+RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
+RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
 
 LOG2E = 1.4426950408889634
 WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
@@ -41,7 +42,9 @@ class Launch:
         self.heads_k, self.size_k, self.dv = t.v.shape[1:]
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
-        self.natural = not raw_scores(r.softmax_scale, r.softcap, t.bias is not None or t.alibi_slopes is not None)
+        # float32 pays for natural scores too: a rounded scale * log2(e) would cost the recomputed probabilities their last bits.
+        added = t.bias is not None or t.alibi_slopes is not None
+        self.natural = t.q.element_size() == 4 or not raw_scores(r.softmax_scale, r.softcap, added)
         # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
@@ -49,8 +52,10 @@ class Launch:
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
 
     def config(self, purpose: str) -> Config:
-        device = self.t.q.device
-        return choose(architecture(device), shared_limit(device), self.bits, purpose, self.block_d, self.block_dv)
+        from ...plan import target_of
+
+        target = target_of(self.t.q.device)
+        return choose(architecture(target), shared_limit(target), self.bits, purpose, self.block_d, self.block_dv)
 
     def constants(self, config: Config, align: int, tma: bool) -> dict[str, Any]:
         """The compile-time arguments that every kernel over tiles has."""
