@@ -36,6 +36,11 @@ class Instruction(NamedTuple):
     kind: str
 
 
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are the same as far as they say; `cuda` leaves the index open."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
 def kind_of(dtype: torch.dtype) -> str:
     """The kind in which values of this dtype are computed."""
     if dtype.is_complex:
@@ -481,7 +486,7 @@ def index(graph: Graph, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
         lifted.append(number)
     if tensor.ndim == 0 and graph.device is not None and tensor.device.type == "cpu" and graph.device.type != "cpu":
         tensor = tensor.to(graph.device)
-    if graph.device is not None and tensor.device != graph.device:
+    if graph.device is not None and not same_device(tensor.device, graph.device):
         raise ValueError(
             f"a function of scores or masks captures a tensor of shape {tuple(tensor.shape)} that is on {tensor.device}, but the "
             f"inputs are on {graph.device}; move it there"

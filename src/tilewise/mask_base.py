@@ -191,7 +191,7 @@ class Mask:
             for h in range(heads):
                 for i in range(0, seqlen_q, rows):
                     chosen = range(i, min(i + rows, seqlen_q))
-                    at = _indices(device, [b], [h], chosen, seqlen_k, seqlen_q, *lengths)
+                    at = _indices(device, range(b, b + 1), range(h, h + 1), chosen, seqlen_k, seqlen_q, *lengths)
                     visible += _within_lengths(program.evaluate(at._asdict(), captured), at, *lengths).sum()
         return visible.item() / (batch * heads * seqlen_q * seqlen_k)
 
@@ -209,7 +209,8 @@ class Mask:
         cell = max(1, math.ceil(max(seqlen_q, seqlen_k) / 512))
         rows = []
         for i in range(0, seqlen_q, cell):
-            at = _indices(self._device(None), [batch], [head], range(i, min(i + cell, seqlen_q)), seqlen_k, seqlen_q, None, None)
+            chosen = range(batch, batch + 1), range(head, head + 1), range(i, min(i + cell, seqlen_q))
+            at = _indices(self._device(None), *chosen, seqlen_k, seqlen_q, None, None)
             share = _within_lengths(self.predicate(at), at, None, None)[0, 0].float().mean(0)
             ends = torch.arange(0, seqlen_k, cell, device=share.device)
             sums = torch.zeros(len(ends), device=share.device).index_add_(0, torch.arange(seqlen_k, device=share.device) // cell, share)
@@ -392,18 +393,17 @@ def traced(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device | str 
 
 def _indices(
     device: torch.device,
-    batch: Any,
-    heads: Any,
-    queries: Any,
+    batch: range,
+    heads: range,
+    queries: range,
     seqlen_k: int,
     seqlen_q: int,
     len_q: Tensor | None,
     len_k: Tensor | None,
 ) -> Pair:
     """Index tensors that broadcast to (B, H, M, Sk) for chosen batch items, heads and queries, and all keys."""
-    b, h, q_idx, kv_idx = (
-        torch.as_tensor(list(axis), dtype=torch.int64, device=device) for axis in (batch, heads, queries, range(seqlen_k))
-    )
+    axes = (batch, heads, queries, range(seqlen_k))
+    b, h, q_idx, kv_idx = (torch.arange(axis.start, axis.stop, device=device) for axis in axes)
     shift = torch.full((1,), seqlen_k - seqlen_q, device=device)
     if len_q is not None or len_k is not None:
         keys = torch.full((1,), seqlen_k, device=device) if len_k is None else len_k.to(torch.int64).clamp(0, seqlen_k)

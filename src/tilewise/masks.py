@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedAttention
-from .expressions import Expr
+from .expressions import Expr, same_device
 from .mask_base import UNLIMITED, And, Mask, Pair, traced, window_predicate, window_ranges
 from .score_mod import trace_mask
 
@@ -395,7 +395,7 @@ def lower(
     """
     rule.check(batch, heads, seqlen_q, seqlen_k)
     for tensor in rule.tensors():
-        if tensor.device != torch.device(device):
+        if not same_device(tensor.device, torch.device(device)):
             raise ValueError(f"mask {rule!r} is on {tensor.device} but the inputs are on {device}; move it with mask.to('{device}')")
     window = rule.implied_window()
     rest: Mask | None = None

@@ -216,11 +216,6 @@ class Program:
         """The program of a text; the same object for the same text. Raises ValueError for anything that is not a program."""
         return _parse(text)
 
-    @property
-    def reads_score(self) -> bool:
-        """Whether the result depends on the score."""
-        return any(i.op == "var" and i.value == "score" for i in self.instructions)
-
     @cached_property
     def derivative(self) -> Derivative:
         """Reverse-mode derivative, as instructions that also read `grad`, the gradient of the result."""
