@@ -25,3 +25,11 @@ def poisoned_memory(request):
     yield
     torch.use_deterministic_algorithms(mode)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that small inputs have hidden, cut and full ones, in several rows and columns, and heads in several chunks."""
+    from tilewise.kernels import tiled
+
+    monkeypatch.setattr(tiled, "CPU_TILES", tiled.TileSizes(block_m=16, block_n=16, scores=2 * 16 * 16))

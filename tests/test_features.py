@@ -18,12 +18,6 @@ IDS = [cases.name(choice) for choice in ALL]
 EVERY_AUX = ("lse", "max_logits", "key_mass", "entropy")
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that the shapes here have hidden, cut and full ones, in several rows and columns, and heads in several chunks."""
-    monkeypatch.setattr(tiled, "CPU_TILES", tiled.TileSizes(block_m=16, block_n=16, scores=2 * 16 * 16))
-
-
 def arguments_of(call: cases.Call) -> dict[str, Any]:
     return {"q": call.q, "k": call.k, "v": call.v, **call.options}
 
