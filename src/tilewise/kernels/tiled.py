@@ -18,6 +18,9 @@ from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, accum
 from .philox import keep_mask
 
 NEG_INF = float("-inf")
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype).view(INTEGERS[dtype]).item() for dtype in INTEGERS}
+PHILOX_STEP = 1 << 18  # probabilities whose dropout is drawn at once: the generator's integers stay in the caches
 
 
 class TileSizes(NamedTuple):
@@ -163,9 +166,9 @@ def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
     for j in pieces(start, stop, c.tiles.block_n):
         hidden = None
         for condition in hiding_conditions(c, i, j):
-            if not c.host or condition.any():
+            if not c.host or condition.view(torch.uint8).amax():
                 hidden = condition if hidden is None else hidden | condition
-        if hidden is None or not c.host or not hidden.all():
+        if hidden is None or not c.host or not hidden.view(torch.uint8).amin():
             yield j, hidden
 
 
@@ -184,7 +187,9 @@ def hiding_conditions(c: Chunk, i: slice, j: slice) -> Iterator[Tensor]:
     if t.mask is not None:
         yield ~c.part(t.mask, i, j)
     if t.bias is not None:
-        yield c.part(t.bias, i, j) == NEG_INF
+        bias = c.part(t.bias, i, j)
+        if not c.host or not bias.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
+            yield bias == NEG_INF
     if r.mask_mod:
         yield ~program(r.mask_mod).evaluate(indices(c, i, j), t.captured)
 
@@ -224,7 +229,7 @@ def load_keys(c: Chunk, x: Tensor, j: slice, hidden: Tensor | None) -> Tensor:
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
-        tile = tile.masked_fill(hidden.all(2).unsqueeze(-1), 0.0)
+        tile = tile.masked_fill(hidden.view(torch.uint8).amin(2).view(torch.bool).unsqueeze(-1), 0.0)
     return tile.flatten(0, 1)
 
 
@@ -256,7 +261,7 @@ def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: slice, hidden: Tensor | 
         masked = tile == NEG_INF
         hidden = masked if hidden is None else masked | hidden
     if hidden is not None:
-        tile.masked_fill_(hidden, NEG_INF)
+        hide(tile, hidden)
     return Scores(s, hidden, tanh, raw)
 
 
@@ -269,11 +274,19 @@ def online_softmax_update(s: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tens
     """Moves the state (m, l) past one tile. Returns p = exp(s - m), in the memory of s, and the factor for what was summed before."""
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
     reference = finite(m_new)
-    p = s.sub_(reference).exp_()
+    p = probabilities(s.sub_(reference))
     alpha = (m - reference).exp_()
     l.mul_(alpha).add_(p.sum(-1, keepdim=True))
     m.copy_(m_new)
     return p, alpha
+
+
+def probabilities(s: Tensor) -> Tensor:
+    """exp(s) in place, and exactly 0 where it is below about 1e-30, far less than any sum of probabilities can show.
+
+    CPUs take a hundred times as long for a product with a denormal number, and the exponential nearly as long to make one (or exp(-inf)).
+    """
+    return torch.threshold_(s.clamp_min_(-70.0).exp_(), 5e-31, 0.0)  # exp(-70) = 4e-31
 
 
 def finite(m: Tensor) -> Tensor:
@@ -286,12 +299,25 @@ def accumulate(o: Tensor, alpha: Tensor, p: Tensor, v: Tensor) -> None:
     o.mul_(alpha).baddbmm_(p, v)
 
 
-def drop(c: Chunk, x: Tensor, i: slice, j: slice) -> Tensor:
-    """Sets to 0, in place, what dropout does not keep; the factor 1 / (1 - p) is applied to whole rows elsewhere."""
-    index = indices(c, i, j)
-    keep = keep_mask(c.t.dropout_seed, c.r.dropout_p, index["b"], index["h"], index["q_idx"], j.start, j.stop)
-    c.per_head(x).masked_fill_(keep.logical_not_(), 0.0)
-    return x
+def as_bits(x: Tensor) -> Tensor:
+    """The same memory as integers. Selecting by `&` of the bits is vectorised on CPUs; `masked_fill_` and `where` take ten times as long."""
+    return x.view(INTEGERS[x.dtype])
+
+
+def hide(s: Tensor, hidden: Tensor) -> None:
+    """s <- -inf where hidden, in place, whatever s holds; `hidden` broadcasts to s."""
+    keep = hidden.to(INTEGERS[s.dtype]).sub_(1)  # all bits 1 where visible, else 0
+    as_bits(s).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(INF_BITS[s.dtype]))
+
+
+def dropout_bits(c: Chunk, x: Tensor, i: slice, j: slice) -> Tensor:
+    """For the scores `x` of a tile: integers with all bits 1 where dropout keeps the probability, else 0."""
+    index, bits = indices(c, i, j), as_bits(c.buffer("keep", *x.shape))
+    tile = c.per_head(bits)
+    for h in pieces(0, tile.shape[1], max(1, PHILOX_STEP // tile[:, 0].numel())):
+        h_index = index["h"][:, h]
+        tile[:, h] = keep_mask(c.t.dropout_seed, c.r.dropout_p, index["b"], h_index, index["q_idx"], j.start, j.stop)
+    return bits.neg_()
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -327,7 +353,7 @@ def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
         s, hidden, *_ = scores(c, q, load_keys(c, t.k, j, hidden), i, j, hidden)
         p, alpha = online_softmax_update(s, m, l)
         if r.dropout_p > 0:
-            drop(c, p, i, j)
+            as_bits(p).bitwise_and_(dropout_bits(c, p, i, j))
         accumulate(o, alpha, p, load_keys(c, t.v, j, hidden))
 
     if out.max_logits is not None:
@@ -372,8 +398,8 @@ def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) 
     entropy = torch.zeros_like(lse)
     for j, hidden in key_tiles(c, i):
         s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
-        log_p = log_probabilities(s, lse) if out.entropy is not None else s.sub_(lse)
-        p = s.exp() if log_p is s else s.exp_()
+        log_p = log_probabilities(s, lse)
+        p = probabilities(s)
         if out.key_mass is not None:
             out.key_mass[c.b, c.heads, j] += c.per_head(p).sum(2)
         if out.entropy is not None:
@@ -423,13 +449,14 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
         k = load_keys(c, t.k, j, hidden)
         tile = scores(c, q, k, i, j, hidden, keep=True)
         daux = auxiliary_cotangents(c, i, j, tile.s, lse, cot)
-        p = tile.s.exp_() if daux is not None else tile.s.sub_(lse).exp_()
+        p = probabilities(tile.s if daux is not None else tile.s.sub_(lse))
+        kept = dropout_bits(c, p, i, j) if r.dropout_p > 0 else None
         dp = None
         if dout is not None and need_ds:
             v = load_keys(c, t.v, j, tile.hidden)
             dp = torch.bmm(dout, v.mT, out=c.buffer("dp", *p.shape))
-            if r.dropout_p > 0:
-                drop(c, dp, i, j)
+            if kept is not None:
+                as_bits(dp).bitwise_and_(kept)
         if need_ds:
             ds = score_gradients(c, p, dp, daux, delta)
             if r.score_mod:
@@ -439,7 +466,9 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
             if dk is not None:
                 add_to_keys(c, dk, ds, q, j)
         if dv is not None and dout is not None:
-            add_to_keys(c, dv, drop(c, p, i, j) if r.dropout_p > 0 else p, dout, j)
+            if kept is not None:
+                as_bits(p).bitwise_and_(kept)
+            add_to_keys(c, dv, p, dout, j)
     if grads.dq is not None:
         grads.dq[c.b, c.heads, i] = c.per_head(dq.mul_(r.softmax_scale))
 
@@ -455,7 +484,7 @@ def row_terms(c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: T
         for j, hidden in key_tiles(c, i):
             s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
             daux = auxiliary_cotangents(c, i, j, s, lse, cot)
-            delta.add_(daux.mul_(s.exp_()).sum(-1, keepdim=True))
+            delta.add_(daux.mul_(probabilities(s)).sum(-1, keepdim=True))
     return delta
 
 
