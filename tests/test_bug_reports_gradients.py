@@ -1,6 +1,6 @@
 """Public reports of faults in other attention libraries, as inputs to this one: gradients, dropout, compilation, dtypes.
 
-The number of the report is in the test's id. Each test covers the neighbours of its report too: dtypes, and the output, the LSE and every gradient.
+The number of the report is in the test's id. Each test covers neighbours too: dtypes, the output, the LSE and every gradient.
 """
 
 from __future__ import annotations
