@@ -53,6 +53,7 @@ class Case:
     device: str = "cuda"
     bars: tuple[Bar, ...] = field(default=())
     peak_limit: int = 0  # bytes, 0: none
+    providers: tuple[str, ...] = ()  # whom it is about; empty: everybody
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -195,15 +196,17 @@ def _all_cases() -> list[Case]:
             Case("memory", f"d64-{n}", seqlen_q=n, heads=16, head_dim=64, kind="memory", passes=("fwd", "fwd+bwd"))
             for n in (2048, 4096, 8192, 16384, 32768, 65536, 131072)
         ),
-        Case("first_call", "d128-causal-4096", 4096, 16, 128, causal=True, kind="first_call", passes=("fwd", "fwd+bwd")),
     ]
+    compiled = ("tilewise", "fa4", "flex", "sdpa_cudnn")
+    first: dict[str, Any] = dict(causal=True, kind="first_call", passes=("fwd+bwd",), providers=compiled)
     one_pass: dict[str, Any] = dict(heads=8, head_dim=64, dtype="fp32", device="cpu", passes=("fwd+bwd",))
     cpu = [
         *_cpu(),
         Case("cpu_memory", "d64-32768", 32768, kind="memory", peak_limit=1_500_000_000, **one_pass),
         Case("cpu_first_call", "d64-256", 256, kind="first_call", **one_pass),
     ]
-    return [*grid, *features, *_models(), *_paper("lengths", (8192, 2048, 512)), *cpu]
+    lengths = _paper("lengths", (8192, 2048, 512))
+    return [*grid, *features, *_models(), *lengths, Case("first_call", "d128-causal-4096", 4096, 16, 128, **first), *cpu]
 
 
 CASES: tuple[Case, ...] = tuple(_all_cases())

@@ -212,7 +212,7 @@ class Benchmark:
         clock = self._clock(case)
         for pass_ in passes:
             contestants = []
-            for provider in self.providers:
+            for provider in self._providers(case):
                 if self.left() <= 0:
                     break
                 self.report.start(f"{case.id} {pass_} {provider.label}", self.left())
@@ -230,6 +230,9 @@ class Benchmark:
             contestants.clear()
             racing.clear()
             self._collect()
+
+    def _providers(self, case: Case) -> list[Provider]:
+        return [provider for provider in self.providers if not case.providers or provider.name in case.providers]
 
     def _clock(self, case: Case) -> CudaClock | HostClock | WallClock:
         if case.kind == "host":
@@ -325,7 +328,7 @@ class Benchmark:
     def _in_children(self, case: Case) -> Iterator[Row]:
         """Cases that need a process of their own: first calls, and peak memory where no allocator counts it."""
         for pass_ in self._passes(case):
-            for provider in self.providers:
+            for provider in self._providers(case):
                 if case.kind == "memory" and provider.name in QUADRATIC:
                     row = self._row(case, pass_, provider)
                     row["status"], row["reason"] = "unsupported", "not run: its N x N matrices would not fit"

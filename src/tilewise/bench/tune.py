@@ -74,7 +74,7 @@ def candidates(key: Key, dim: int, shared_limit: int) -> list[Config]:
     """Tiles worth trying, those that differ least from the table's first; all fit the shared memory and, roughly, the registers."""
     _, bits, purpose = key
     present = configs.TABLE[key][dim]
-    blocks_m, blocks_n = (32, 64, 128, 256), (32, 64, 128)
+    blocks_m, blocks_n = [m for m in (32, 64, 128, 256) if m <= configs.ROW_BLOCK], (32, 64, 128)
     descriptors = (True, False) if present.descriptors else (False,)
     every = itertools.product(blocks_m, blocks_n, (4, 8), (1, 2, 3, 4), descriptors)
 
@@ -173,8 +173,7 @@ def measure(trials: list[Trial], reasons: dict[Trial, str], deadline: float) -> 
 def tune(keys: list[tuple[Key, int]], most: int, workers: int, budget: float) -> dict[tuple[Key, int], list[Measured]]:
     """Measures at most `most` candidates for each entry of the table, best first; the present choice is always among them."""
     begin = time.monotonic()
-    properties = torch.cuda.get_device_properties()
-    limit = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    limit = configs.shared_limit(plan.target_of(torch.device("cuda", torch.cuda.current_device())))
     plans = {entry: [Trial(*entry, config) for config in candidates(*entry, limit)[:most]] for entry in keys}
     every = [trial for trials in itertools.zip_longest(*plans.values()) for trial in trials if trial is not None]
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
