@@ -237,8 +237,8 @@ def prepare(
     if score_mod is not None and backend != "reference":
         from .score_mod import trace_score_mod
 
-        score_text, score_captured = trace_score_mod(score_mod, q.device)
-        captured = captured + list(score_captured)  # those of the mask come first
+        score_text, score_captured = trace_score_mod(score_mod, q.device, first=len(captured))
+        captured = captured + list(score_captured)
     for index, tensor in enumerate(captured):
         refuse_forward_mode(**{f"captured tensor {index} of a mask or score_mod": tensor})
 

@@ -6,6 +6,10 @@ profiler: opaque, functional, with exact fakes. Which kernels run is decided ins
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -429,32 +433,55 @@ torch.library.register_vmap("tilewise::attention_forward", _vmap_forward, lib=_l
 torch.library.register_vmap("tilewise::attention_backward", _vmap_backward, lib=_library)
 
 
-def _register_flops() -> None:
-    from torch.utils.flop_counter import register_flop_formula
+def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
+    args = dict(zip(names, flat, strict=False))
+    heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
+    q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
+    return Problem(
+        batch=q[0],
+        heads=q[heads_dim],
+        kv_heads=k[heads_dim],
+        seqlen_q=q[seq_dim],
+        seqlen_k=k[seq_dim],
+        head_dim=q[3],
+        head_dim_v=v[3],
+        window_left=args["window_left"],
+        window_right=args["window_right"],
+    )
 
-    def problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
-        args = dict(zip(names, flat, strict=False))
-        heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
-        q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
-        return Problem(
-            batch=q[0],
-            heads=q[heads_dim],
-            kv_heads=k[heads_dim],
-            seqlen_q=q[seq_dim],
-            seqlen_k=k[seq_dim],
-            head_dim=q[3],
-            head_dim_v=v[3],
-            window_left=args["window_left"],
-            window_right=args["window_right"],
-        )
 
-    @register_flop_formula(torch.ops.tilewise.attention_forward)
+def _register_flops(counter: ModuleType) -> None:
+    @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(problem(_FORWARD_ARGS, flat), "fwd")
+        return flops(_problem(_FORWARD_ARGS, flat), "fwd")
 
-    @register_flop_formula(torch.ops.tilewise.attention_backward)
+    @counter.register_flop_formula(torch.ops.tilewise.attention_backward)
     def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(problem(_BACKWARD_ARGS, flat), "bwd")
+        return flops(_problem(_BACKWARD_ARGS, flat), "bwd")
 
 
-_register_flops()
+class _WhenFlopsAreCounted(importlib.abc.MetaPathFinder):
+    """Registers the formulas when torch's FLOP counter is imported, not before: that module imports Triton."""
+
+    name = "torch.utils.flop_counter"
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_then_register(module: ModuleType) -> None:
+                execute(module)
+                _register_flops(module)
+
+            spec.loader.exec_module = execute_then_register  # type: ignore[method-assign]
+        return spec
+
+
+if _WhenFlopsAreCounted.name in sys.modules:
+    _register_flops(sys.modules[_WhenFlopsAreCounted.name])
+else:
+    sys.meta_path.insert(0, _WhenFlopsAreCounted())

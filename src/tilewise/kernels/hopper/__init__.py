@@ -94,7 +94,8 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     from .launch import tile_of
 
     tile = tile_of(t, r)
-    return f"tiles of {ROWS * tile.warpgroups} x {tile.block_n}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages"
+    shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
+    return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages"
 
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:

@@ -18,6 +18,12 @@ def uniform(x):
 
 
 @jit
+def pinned(x):
+    """x (int32), which no compiler pass may recompute or hoist: comparisons with it are not kept in registers across a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
 def shared_address(offset: gl.constexpr, anchor):
     """Address of the byte `offset` of the CTA's shared memory. `anchor` is any int32 scalar."""
     start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [anchor], dtype=gl.int32, is_pure=True, pack=1)

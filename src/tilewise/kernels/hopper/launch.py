@@ -17,7 +17,7 @@ from torch import Tensor
 from ...plan import Operands, Outputs, Rules
 from . import tma_refusal
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
-from .forward import V_MARK, attention_forward
+from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 
 L2_BYTES = 32 * 1024 * 1024  # of the 50 MB: what K and V of concurrently running heads may take
@@ -221,6 +221,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         heads // heads_k,
         row_blocks,
         batch * heads,
+        tiles,
         head_group(batch * heads, heads // heads_k, seqlen_k * (q.shape[3] + v.shape[3]) * q.element_size()),
         min(r.window_left, furthest),
         min(r.window_right, furthest),

@@ -4,7 +4,7 @@ The producer and the consumers call the same functions, so they agree without ta
 blocks only through this file: another way of finding them (a packed-sequence map, a page table, a block list) is another body here.
 """
 
-from .barriers import uniform
+from .barriers import pinned, uniform
 from .gluon_api import aggregate, constexpr_function, gl, jit
 
 
@@ -28,6 +28,7 @@ class Problem:
     group: gl.tensor  # query heads a key head serves
     row_blocks: gl.tensor
     batch_heads: gl.tensor
+    tiles: gl.tensor
     head_group: gl.tensor  # heads whose K and V share the L2 cache
     window_left: gl.tensor
     window_right: gl.tensor
@@ -56,6 +57,7 @@ class Problem:
         group,
         row_blocks,
         batch_heads,
+        tiles,
         head_group,
         window_left,
         window_right,
@@ -81,6 +83,7 @@ class Problem:
         self.group = group
         self.row_blocks = row_blocks
         self.batch_heads = batch_heads
+        self.tiles = tiles
         self.head_group = head_group
         self.window_left = window_left
         self.window_right = window_right
@@ -111,6 +114,7 @@ def in_every_warp(p):
         uniform(p.group),
         uniform(p.row_blocks),
         uniform(p.batch_heads),
+        uniform(p.tiles),
         uniform(p.head_group),
         uniform(p.window_left),
         uniform(p.window_right),
@@ -126,9 +130,6 @@ def in_every_warp(p):
 class Tile:
     """`block_m` query rows of one head, and the key blocks they visit, from `last_block` down."""
 
-    batch: gl.tensor
-    head: gl.tensor
-    head_k: gl.tensor
     batch_head: gl.tensor
     row: gl.tensor  # first query row
     rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
@@ -139,10 +140,7 @@ class Tile:
     blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
 
     @constexpr_function
-    def __init__(self, batch, head, head_k, batch_head, row, rows_end, origin, shift, keys_end, last_block, blocks):
-        self.batch = batch
-        self.head = head
-        self.head_k = head_k
+    def __init__(self, batch_head, row, rows_end, origin, shift, keys_end, last_block, blocks):
         self.batch_head = batch_head
         self.row = row
         self.rows_end = rows_end
@@ -154,14 +152,16 @@ class Tile:
 
 
 @jit
-def number_of_tiles(C: gl.constexpr, p):
-    return p.row_blocks * p.batch_heads
-
-
-@jit
 def divide(a, b):
     """a // b of numbers that are not negative: unsigned division takes fewer of the producer's 24 registers."""
     return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@jit
+def split_head(p, batch_head):
+    """(batch item, query head). Where it is needed, not in `Tile`: two registers less through the loop over key blocks."""
+    batch = divide(batch_head, p.heads)
+    return batch, batch_head - batch * p.heads
 
 
 @jit
@@ -179,9 +179,7 @@ def find_tile(C: gl.constexpr, p, number):
     else:
         batch_head = divide(number, p.row_blocks)
         row_block = number - batch_head * p.row_blocks
-    batch = divide(batch_head, p.heads)
-    head = batch_head - batch * p.heads
-
+    batch, _ = split_head(p, batch_head)
     length_q = p.seqlen_q
     length_k = p.seqlen_k
     if C.lengths_q:
@@ -213,19 +211,21 @@ def find_tile(C: gl.constexpr, p, number):
         blocks = gl.where(empty, 1, blocks)
         last_block = gl.where(empty, 0, last_block)
         keys_end = gl.where(empty, 0, length_k)
-    return Tile(batch, head, divide(head, p.group), batch_head, row, length_q, origin, shift, keys_end, last_block, blocks)
+    return Tile(batch_head, row, length_q, origin, shift, keys_end, last_block, blocks)
 
 
 @jit
 def query_coordinates(C: gl.constexpr, p, tile, warpgroup: gl.constexpr, column: gl.constexpr):
     """Where a warp group's rows start in Q and O, as (batch, head, row, column)."""
-    return tile.batch, tile.head, tile.row + 64 * warpgroup, column
+    batch, head = split_head(p, tile.batch_head)
+    return batch, head, tile.row + 64 * warpgroup, column
 
 
 @jit
 def key_coordinates(C: gl.constexpr, p, tile, block, column: gl.constexpr):
     """Where a block of keys starts in K and V, as (batch, head, row, column)."""
-    return tile.batch, tile.head_k, tile.origin + block * C.block_n, column
+    batch, head = split_head(p, tile.batch_head)
+    return batch, divide(head, p.group), tile.origin + block * C.block_n, column
 
 
 @jit
@@ -249,18 +249,27 @@ def needs_mask(C: gl.constexpr, block, plain_first, plain_end):
 
 
 @jit
+def columns(layout: gl.constexpr, n: gl.constexpr):
+    """0..n-1 as (constant, lane) summands [1, n] of wgmma's layout, where a lane of a quad holds columns 2 * lane, + 1, + 8, ...
+
+    What is compared with a constant needs no register for it: the lane's part is taken to the other side, once a row.
+    """
+    cols = gl.arange(0, n, layout=gl.SliceLayout(0, layout))
+    return (cols & -7)[None, :], (cols & 6)[None, :]
+
+
+@jit
 def mask_scores(C: gl.constexpr, p, tile, block, row, s):
     """-inf for what a row does not see. s [64, block_n] are the scores of the rows from `row` on."""
-    BLOCK_N: gl.constexpr = C.block_n
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))
-    cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
-    start = block * BLOCK_N
+    layout: gl.constexpr = s.type.layout
+    constant, lane = columns(layout, C.block_n)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+    start = block * C.block_n
+    end = pinned(tile.keys_end - start)
     if C.right:
-        end = gl.minimum(rows + (row + tile.shift + p.window_right + 1 - start), tile.keys_end - start)
-        s = gl.where(cols[None, :] < end[:, None], s, float("-inf"))
-    else:
-        s = gl.where(cols[None, :] < tile.keys_end - start, s, float("-inf"))
+        end = gl.minimum(rows + (row + tile.shift + p.window_right + 1 - start), end)
+    s = gl.where(constant < end - lane, s, float("-inf"))
     if C.left:
         begin = rows + (row + tile.shift - p.window_left - start)
-        s = gl.where(cols[None, :] >= begin[:, None], s, float("-inf"))
+        s = gl.where(constant >= begin - lane, s, float("-inf"))
     return s

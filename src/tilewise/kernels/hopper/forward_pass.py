@@ -56,14 +56,15 @@ from .gluon_api import (
 )
 from .walk import (
     Problem,
+    columns,
     find_tile,
     in_every_warp,
     key_coordinates,
     mask_scores,
     needs_mask,
-    number_of_tiles,
     plain_blocks,
     query_coordinates,
+    split_head,
 )
 
 # An arrival count that only the marker of the V tiles has, by which the launcher finds them in the PTX.
@@ -153,12 +154,11 @@ def load_values(C: gl.constexpr, p, desc, mem, base, tile, block, count):
 def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     """One warp: draws tiles from the counter, tells the consumers, and keeps K one block ahead of V."""
     programs = gl.num_programs(0)
-    tiles = number_of_tiles(C, p)
     base = shared_address(A.barriers, p.seqlen_q)
     loaded = 0
     done = 0
     number = gl.program_id(0)
-    while number < tiles:
+    while number < p.tiles:
         tile = find_tile(C, p, number)
         number = draw_tile(p.counter_ptr, done) + programs
         load_queries(C, p, desc, mem, base, tile, done)
@@ -211,10 +211,10 @@ def score(C: gl.constexpr, p, tile, block, row, slope, s):
         # tanh x = 1 - 2 / (1 + e^2x): PTX's own tanh.approx is good for 11 bits only
         s = p.softcap - 2.0 * p.softcap / (1.0 + gl.exp2(s * (2.0 * LOG2_E / p.softcap)))
     if C.alibi:
-        cols = gl.arange(0, C.block_n, layout=gl.SliceLayout(0, s.type.layout)).to(gl.float32)
-        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))
-        position = (rows + (row + tile.shift - block * C.block_n)).to(gl.float32)
-        s = s - slope * gl.abs(position[:, None] - cols[None, :])
+        constant, lane = columns(s.type.layout, C.block_n)
+        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
+        s = s - slope * gl.abs(position - constant.to(gl.float32))
     return s
 
 
@@ -338,7 +338,8 @@ def attend_block(
 def denominator(C: gl.constexpr, p, tile, m_i, l_i):
     """(factor of the accumulator, LSE), both [64]. A row that saw no key gets factor 0 and LSE -inf, or the sink's logit."""
     if C.sink:
-        sink_log2 = gl.load(p.sink_ptr + tile.head).to(gl.float32) * LOG2_E
+        _, head = split_head(p, tile.batch_head)
+        sink_log2 = gl.load(p.sink_ptr + head).to(gl.float32) * LOG2_E
         m_log2 = m_i * p.exp_scale
         top = gl.maximum(m_log2, sink_log2)
         shift = gl.where(top == float("-inf"), 0.0, top)
@@ -367,7 +368,8 @@ def write_out(C: gl.constexpr, p, desc, mem, tile, row, acc, WARPGROUP: gl.const
         layout: gl.constexpr = acc.type.layout
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         cols = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout))
-        head_offset = tile.batch.to(gl.int64) * p.stride_out_b + tile.head.to(gl.int64) * p.stride_out_h
+        batch, head = split_head(p, tile.batch_head)
+        head_offset = batch.to(gl.int64) * p.stride_out_b + head.to(gl.int64) * p.stride_out_h
         offsets = (rows.to(gl.int64) * p.stride_out_s)[:, None] + cols[None, :]
         visible = (rows < p.seqlen_q)[:, None] & (cols < p.dim_v)[None, :]
         gl.store(p.out_ptr + head_offset + offsets, acc.to(p.out_ptr.dtype.element_ty), mask=visible)
@@ -411,7 +413,6 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     next_group: gl.constexpr = (WARPGROUP + 1) % C.warpgroups
     p = in_every_warp(p)
-    tiles = number_of_tiles(C, p)
     base = shared_address(A.barriers, p.seqlen_q)
     thread = thread_in_warpgroup(p.seqlen_q)
     count = 0  # key blocks done
@@ -423,13 +424,14 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     wait(base + 8 * C.k_full, 0)
     s = warpgroup_mma_wait(0, deps=[query_key(C, mem, WARPGROUP * C.q_stages, 0)])
     arrive(base + 8 * C.k_empty, thread)
-    while number < tiles:
+    while number < p.tiles:
         tile = find_tile(C, p, number)
         row = tile.row + 64 * WARPGROUP
         q_slot = WARPGROUP * C.q_stages + stage_of(done, C.q_stages)
         slope = 0.0
         if C.alibi:
-            slope = gl.load(p.slopes_ptr + tile.batch * p.stride_slopes + tile.head).to(gl.float32)
+            batch, head = split_head(p, tile.batch_head)
+            slope = gl.load(p.slopes_ptr + batch * p.stride_slopes + head).to(gl.float32)
         # The scores of the first block were computed at the end of the tile before.
         s = score(C, p, tile, tile.last_block, row, slope, s)
         plain_first, plain_end = plain_blocks(C, p, tile, row)
@@ -467,7 +469,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         slot = done & 1
         wait(base + 8 * (C.next_full + slot), (done >> 1) & 1)
         number = collect(base + 8 * (C.next_slot + slot), base + 8 * (C.next_empty + slot))
-        more = number < tiles
+        more = number < p.tiles
         v_stage = stage_of(count, C.stages)
         count += 1
         done += 1
@@ -523,6 +525,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "group",
         "row_blocks",
         "batch_heads",
+        "tiles",
         "head_group",
         "window_left",
         "window_right",
@@ -555,6 +558,7 @@ def attention_forward(
     group,
     row_blocks,
     batch_heads,
+    tiles,
     head_group,
     window_left,
     window_right,
@@ -620,6 +624,7 @@ def attention_forward(
         group,
         row_blocks,
         batch_heads,
+        tiles,
         head_group,
         window_left,
         window_right,
