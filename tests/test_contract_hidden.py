@@ -207,6 +207,21 @@ HIDERS: dict[str, Callable[[], tuple[dict[str, Any], Tensor, Tensor]]] = {
         torch.arange(21) >= torch.tensor([[20], [5]]),
         torch.arange(37) >= torch.tensor([[30], [9]]),
     ),
+    "bias": lambda: (
+        dict(bias=torch.where(torch.arange(37) % 5 == 2, NEG_INF, 0.25)),
+        torch.zeros(2, 21).bool(),
+        (torch.arange(37) % 5 == 2).expand(2, 37),
+    ),
+    "score_mod": lambda: (
+        dict(score_mod=lambda s, b, h, i, j: torch.where(j % 5 != 2, s + torch.tanh(s), NEG_INF)),
+        torch.zeros(2, 21).bool(),
+        (torch.arange(37) % 5 == 2).expand(2, 37),
+    ),
+    "mask_under_score_mod": lambda: (
+        dict(score_mod=lambda s, b, h, i, j: s * torch.abs(s) + 0.125 * (i - j), mask=torch.arange(37) % 5 != 2, softcap=2.0),
+        torch.zeros(2, 21).bool(),
+        (torch.arange(37) % 5 == 2).expand(2, 37),
+    ),
     "window": lambda: (dict(window_size=(3, 2)), torch.zeros(2, 21).bool(), (torch.arange(37) < 13).expand(2, 37)),
     "empty_item": lambda: (
         dict(seqused_k=torch.tensor([37, 0], dtype=I32)),
@@ -263,10 +278,12 @@ def test_hidden_bias_values_reach_nothing(backend: str) -> None:
 
 @every_backend
 @pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_a_visible_nan_shows(backend: str, where: str) -> None:
-    q, k, v = (x.detach() for x in qkv(dtype=torch.float32))
+@pytest.mark.parametrize("size", [7, 64])
+def test_a_visible_nan_shows(backend: str, where: str, size: int) -> None:
+    q, k, v = (x.detach() for x in qkv(dtype=torch.float32, sq=size, sk=size))
     bad = {"q": q, "k": k, "v": v}
     bad[where][0, 1, 0] = math.nan
-    out = attention(**bad, backend=backend)
+    out, aux = attention(**bad, backend=backend, return_aux="lse")
     assert out[0, 1, 0].isnan().any()
+    assert where == "v" or aux.lse[0, 0, 1].isnan()
     assert out[1].isfinite().all()
