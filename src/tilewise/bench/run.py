@@ -369,7 +369,7 @@ def _processor() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of the benchmark."""
-    p = argparse.ArgumentParser("tilewise bench", description="Time attention beside its peers, every result checked first.")
+    p = argparse.ArgumentParser("python -m tilewise.bench", description="Time attention beside its peers, every result checked first.")
     p.add_argument("--cases", default="", help="groups or id patterns, comma-separated, in the order to measure; default all")
     p.add_argument("--providers", default="", help="names, comma-separated; ours with a backend as tilewise:triton; default all found")
     p.add_argument("--passes", default="", help="of fwd,bwd,fwd+bwd, for cases of speed; default what each has")
@@ -384,7 +384,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `tilewise bench` and `python -m tilewise.bench`."""
+    """Entry point of `python -m tilewise.bench`; returns the exit status."""
     args = parser().parse_args(arguments)
     options = Options(args.cases, args.providers, args.passes, args.device, args.rounds, args.round_ms, args.budget, args.out)
     try:
