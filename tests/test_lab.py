@@ -2,11 +2,14 @@
 
 import doctest
 import importlib
+import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -255,7 +258,7 @@ def test_rows_carry_what_they_promise():
 
 
 def test_a_spent_budget_ends_the_run():
-    assert {row["experiment"] for row in run.run_lab((64,), (16,), budget_s=0.0)} == {"claim"}
+    assert {row["experiment"] for row in run.run_lab((64,), (16,), budget_s=0.0)} == {"claim", "trace"}
 
 
 def test_command_prints_tables_and_writes_rows(tmp_path, capsys):
@@ -268,7 +271,7 @@ def test_command_prints_tables_and_writes_rows(tmp_path, capsys):
 
 def test_command_prints_json(capsys):
     assert run.command(["--seqlens", "32", "--head-dims", "16", "--budget", "0", "--json"]) == 0
-    assert [json.loads(line)["experiment"] for line in capsys.readouterr().out.splitlines()] == ["claim"] * len(claims.ALL)
+    assert [json.loads(line)["experiment"] for line in capsys.readouterr().out.splitlines()] == ["claim"] * len(claims.ALL) + ["trace"] * 2
 
 
 def test_a_count_that_differs_is_an_error(monkeypatch, capsys):
@@ -403,3 +406,65 @@ def test_a_reader_scrubs_through_the_page(page, browser):
     assert difference(torch.tensor(drawn), exact(inputs, "fa2")["o"][0]) < 0.006  # two decimals
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert not severe
+
+
+# ------------------------------------------------------------------------------------------------------------------ the page
+
+
+@pytest.fixture(scope="session")
+def lab_docs():
+    pytest.importorskip("jupytext", reason="the notebook is made with jupytext: pip install jupytext")
+    spec = importlib.util.spec_from_file_location("lab_docs", ROOT / "scripts" / "lab_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_parts_of_the_page_are_up_to_date(lab_docs):
+    rows = [row for path in lab_docs.files() for row in results.read(path)]
+    text = lab_docs.PAGE.read_text()
+    assert lab_docs.page(text, rows) == text, "run scripts/lab_docs.py"
+    assert lab_docs.NOTEBOOK.read_text() == lab_docs.notebook(text), "run scripts/lab_docs.py"
+    assert set(re.findall(r"<!-- generated: (\w+) -->", text)) == set(lab_docs.PARTS)
+
+
+def test_every_picture_of_the_page_exists_and_every_picture_is_shown(lab_docs):
+    linked = set(re.findall(r"\(figures/(lab-[\w-]+\.svg)\)", lab_docs.PAGE.read_text()))
+    assert linked == {path.name for path in (ROOT / "docs" / "figures").glob("lab-*.svg")}
+
+
+def test_pictures_are_drawn_from_rows_alone(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+    from tilewise.lab import figures
+
+    assert figures.draw([], tmp_path) == []
+    gpu_rows = []
+    for point in sweeps.gpu_points():
+        row = point.row() | {"device": "some GPU", "ms": 1.0, "tflops": 2.0, "roofline_ms": 0.5, "status": "ok"}
+        gpu_rows.append(row | {"l2_ratio": 1.0, "device_ratio": 1.1, "predicted_device_bytes": 10})
+    results.write([*run.run_lab((32, 64), (16,), budget_s=60), *gpu_rows], tmp_path / "rows.jsonl")
+    drawn = {path.stem for path in figures.draw([tmp_path / "rows.jsonl"], tmp_path)}
+    assert drawn == {f"lab-{name}" for name in figures.PICTURES} - {"lab-headdim"}
+
+
+def test_results_belong_to_these_sources(lab_docs):
+    stale = [path.name for path in lab_docs.files() if {row["source_hash"] for row in results.read(path)} != {results.source_hash()}]
+    if stale:
+        message = f"{', '.join(stale)} measured other sources of the lab: rerun `python -m tilewise.lab --out` or scripts/lab_gpu.sh"
+        if os.environ.get("TILEWISE_RELEASE_CHECK"):
+            pytest.fail(message)
+        warnings.warn(message, stacklevel=1)
+
+
+def test_notebook_runs(lab_docs):
+    nbclient = pytest.importorskip("nbclient", reason="the notebook is run with nbclient: pip install nbclient ipykernel")
+    pytest.importorskip("ipykernel", reason="the notebook is run with ipykernel: pip install ipykernel")
+    import nbformat
+
+    book = nbformat.read(lab_docs.NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(book, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "docs")}}).execute()
+    printed = "".join(output.get("text", "") for cell in book.cells if cell.cell_type == "code" for output in cell.outputs)
+    assert "FlashAttention-2 order" in printed and "the first integer that overflows is 12" in printed
+    assert printed.count("largest difference from autograd") == 2 and all(
+        float(worst) < 1e-12 for worst in re.findall(r"N x N matrix (\S+)", printed)
+    )

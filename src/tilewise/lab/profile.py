@@ -85,7 +85,7 @@ def kernels(text: str) -> Iterator[tuple[str, int, dict[str, float]]]:
         raise ValueError("the profiler's file holds no table: it says " + " / ".join(lines[-3:]))
     found: dict[int, tuple[str, int, dict[str, float]]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"')))):
-        grid = re.match(r"\((\d+)", row["Grid Size"].replace(" ", ""))
+        grid = re.match(r"\(?(\d+)", row["Grid Size"].replace(" ", ""))
         assert grid is not None, row
         metrics = found.setdefault(int(row["ID"]), (row["Kernel Name"], int(grid[1]), {}))[2]
         value = row["Metric Value"].replace(",", "")

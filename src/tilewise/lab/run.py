@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..cost import device_named
-from . import claims, results
+from . import claims, results, trace
 from .algorithms import Inputs, Results
 from .predict import L2_BYTES, theorem_elements
 from .results import Row
@@ -39,7 +39,8 @@ def run_lab(
 
     A row has the keys of its `sweeps.Point`, those of `results.predicted`, `counted_bytes`, `counted_loads`, `counted_stores`,
     `counted_extra_bytes`, `error` (the largest absolute difference from float64), `seconds` of the counted run and `status`: "ok", or
-    "wrong" where the result is not that of attention. The last rows are the experiments of `claims`.
+    "wrong" where the result is not that of attention. The first rows are the experiments of `claims` and the steps of
+    `trace`.
 
     >>> rows = run_lab((64,), (16,), budget_s=30)
     >>> all(row["counted_bytes"] == row["predicted_bytes"] for row in rows if row["experiment"] == "bytes")
@@ -56,6 +57,8 @@ def run_lab(
         finding = claim()
         add(shared | {"experiment": "claim", "claim": finding.name, "said": finding.said, "found": finding.found,
                       "holds": finding.holds, "numbers": finding.numbers, "status": "ok"})  # fmt: skip
+    for row in trace.rows():
+        add(shared | row)
     for point in cpu_points(seqlens, head_dims):
         if time.monotonic() - begin > 0.85 * budget_s:
             break
@@ -221,7 +224,7 @@ def main(
     *,
     budget_s: float = 90.0,
     out: Path | None = None,
-    trace: Path | None = None,
+    trace_to: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Runs the lab and prints its tables; the body of `tilewise lab`.
@@ -231,7 +234,7 @@ def main(
         head_dims: head dimensions of the counted runs.
         budget_s: seconds after which nothing new is started.
         out: a file that the rows are appended to as JSON lines.
-        trace: draw one small case step by step into this HTML file instead.
+        trace_to: draw one small case step by step into this HTML file instead.
         as_json: print the rows as JSON lines instead of tables.
 
     Returns:
@@ -240,10 +243,8 @@ def main(
     from rich.console import Console
 
     console = Console()
-    if trace is not None:
-        from .trace import write_trace
-
-        console.print(f"open in a browser: {write_trace(trace)}")
+    if trace_to is not None:
+        console.print(f"open in a browser: {trace.write_trace(trace_to)}")
         return 0
     rows = _with_progress(console, seqlens, head_dims, budget_s, quiet=as_json)
     if out is not None:
@@ -287,7 +288,7 @@ def _with_progress(console: Any, seqlens: tuple[int, ...], head_dims: tuple[int,
     if quiet:
         return run_lab(seqlens, head_dims, budget_s=budget_s)
     with Progress(console=console, transient=True) as progress:
-        points = len(list(cpu_points(seqlens, head_dims))) + len(claims.ALL)
+        points = len(list(cpu_points(seqlens, head_dims))) + len(claims.ALL) + 2
         task = progress.add_task("counting tiles", total=points)
         return run_lab(seqlens, head_dims, budget_s=budget_s, on_row=lambda row: progress.advance(task))
 
@@ -306,4 +307,4 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    return main(given.seqlens, given.head_dims, budget_s=given.budget, out=given.out, trace=given.trace, as_json=given.json)
+    return main(given.seqlens, given.head_dims, budget_s=given.budget, out=given.out, trace_to=given.trace, as_json=given.json)

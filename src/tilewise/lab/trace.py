@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .algorithms import FA1, FA2, Inputs
+from .results import Row
 from .traffic import DeviceMemory, Step, Tiles
 
 ROWS, DIM, BLOCK = 8, 4, 2
@@ -64,6 +65,23 @@ def frames(order: str, inputs: Inputs) -> list[Frame]:
             o = results["o"][0]
             title = f"step {number}: done"
         made.append(Frame(title, _touched(now, tiles), pairs.clone(), state, o, moved))
+    return made
+
+
+def rows() -> list[Row]:
+    """Both orders of the small case as results rows: for each step the pair of tiles at work, and what crosses the border."""
+    inputs = Inputs.random(1, ROWS, DIM, Tiles(BLOCK, BLOCK))
+    made: list[Row] = []
+    for order in ("fa1", "fa2"):
+        steps = []
+        for frame in frames(order, inputs)[:-1]:
+            pair = (frame.pairs == 2).nonzero()[0].tolist()
+            moved = [
+                [TENSORS[place], tile, TOUCHED_NAMES[int(frame.touched[place, tile])]] for place, tile in frame.touched.nonzero().tolist()
+            ]
+            steps.append({"q_tile": pair[0], "k_tile": pair[1], "moved": moved, "bytes": frame.bytes})
+        made.append({"experiment": "trace", "algorithm": order, "pass": "fwd", "seqlen": ROWS, "head_dim": DIM, "block_m": BLOCK,
+                     "block_n": BLOCK, "dtype": "float32", "steps": steps, "status": "ok"})  # fmt: skip
     return made
 
 
