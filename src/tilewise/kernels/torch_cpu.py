@@ -1,8 +1,9 @@
 """Hands a call to PyTorch's own fused CPU kernel where that kernel means the same.
 
 The kernel is ``torch.ops.aten._scaled_dot_product_flash_attention_for_cpu``; it returns the natural-log LSE with the output. It is not
-used where it was seen to differ: its causal mask is aligned top-left, it has no gradient of the LSE, and a row of NaN scores shorter than
-one vector register comes out as zeros. Non-finite scores make the LSE non-finite, so what is left of them is caught there.
+used where it was seen to differ: its causal mask is aligned top-left, it has no gradient of the LSE, a row of NaN scores shorter than one
+vector register comes out as zeros, and its 16-bit backward pass keeps running sums in 16 bits, with errors of up to three times those of
+eager attention. Other non-finite scores make the LSE non-finite, so they are caught there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
         "a stride other than 1 in the head dim": any(x.stride(3) != 1 for x in (q, k, v)),
         f"{q.dtype}": q.dtype not in (torch.float32, torch.bfloat16, torch.float16),
         f"causal {q.dtype} with a scale of 0 or less": r.window_right == 0 and r.softmax_scale <= 0 and q.dtype != torch.float32,
+        f"gradients in {q.dtype} as exact as eager attention's": request.backward and q.dtype != torch.float32,
         f"an output of {request.out_dtype}": request.out_dtype not in (None, q.dtype),
     }
     if target.type != "cpu":

@@ -1,0 +1,208 @@
+"""How the tiled path cuts a call into pieces: chunks of batch and heads, tiles of queries and keys, and what is hidden in each.
+
+No arithmetic of attention is here. What does not depend on values is decided on the host; where values decide (masks, lengths), a CPU
+looks at them and skips what is hidden, and other devices, which would have to wait for it, mask instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan import Operands, Rules, accumulator_dtype
+
+NEG_INF = float("-inf")
+
+
+class TileSizes(NamedTuple):
+    """Rows and columns of a score tile, and how many scores all heads of one step may have together."""
+
+    block_m: int
+    block_n: int
+    scores: int
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some batch items and some key heads (with the query heads that read them), visited together. B, H, G, M, N: sizes of a tile."""
+
+    t: Operands
+    r: Rules
+    b: slice
+    kv_heads: slice
+    heads: slice  # query heads
+    group: int  # query heads of one key head
+    own_keys: bool  # each query head gets its own copy of a key tile, because what is hidden differs between heads
+    len_q: int
+    len_k: int
+    lengths: tuple[Tensor, Tensor] | None  # (B, 1, 1, 1): the true lengths where the host must not read them, else None
+    host: bool  # the host may read values without waiting for a device
+    tiles: TileSizes
+    dtype: torch.dtype
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def offset(self) -> int | Tensor:
+        """Position of query 0 among the keys."""
+        return self.len_k - self.len_q if self.lengths is None else self.lengths[1] - self.lengths[0]
+
+    def arange(self, part: slice) -> Tensor:
+        return torch.arange(part.start, part.stop, device=self.t.q.device)
+
+    def rows(self, i: slice) -> Tensor:
+        return self.arange(i).view(1, 1, -1, 1)
+
+    def columns(self, j: slice) -> Tensor:
+        return self.arange(j).view(1, 1, 1, -1)
+
+    def part(self, x: Tensor, *index: slice) -> Tensor:
+        """The piece of a broadcast (B, Hq, ...) tensor that belongs to these batch items, these heads and `index`."""
+        wanted = (self.b, self.heads, *index)
+        return x[tuple(s if size != 1 else slice(None) for s, size in zip(wanted, x.shape, strict=True))]
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Uninitialised memory that every step uses again: fresh pages for each tile would cost more than the arithmetic on it."""
+        size = 1
+        for n in shape:
+            size *= n
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.t.q.device)
+        return self.buffers[name][:size].view(shape)
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """(C, R, n) as the matrix products see it -> (B, H, M, n)."""
+        batch, heads = self.b.stop - self.b.start, self.heads.stop - self.heads.start
+        return x.view(batch, heads, x.shape[0] * x.shape[1] // (batch * heads), x.shape[2])
+
+    def per_key_tile(self, x: Tensor) -> Tensor:
+        """(B, H, M, n) -> (C, R, n): the rows of all query heads that multiply one copy of a key tile stand together."""
+        batch, heads, rows, width = x.shape
+        fold = 1 if self.own_keys else self.group
+        return x.reshape(batch * heads // fold, fold * rows, width)
+
+
+def host_reads(device: torch.device) -> bool:
+    """Whether the host may read a tensor's values without waiting for a device."""
+    return device.type == "cpu"
+
+
+def chunks(t: Operands, r: Rules, limit: TileSizes) -> Iterator[Chunk]:
+    """Cuts batch and heads so that one step has about `limit.scores` scores."""
+    batch, heads, seqlen_q, _ = t.q.shape
+    kv_heads, seqlen_k = t.k.shape[1:3]
+    if batch == 0 or heads == 0:
+        return
+    group = heads // kv_heads
+    host = host_reads(t.q.device)
+    used = [None if x is None else x.long().clamp(0, n) for x, n in ((t.seqused_q, seqlen_q), (t.seqused_k, seqlen_k))]
+    ragged = any(x is not None for x in used)
+
+    block_m = max(1, min(limit.block_m, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
+    block_n = max(1, min(seqlen_k, max(limit.block_n, min(16 * limit.block_n, limit.block_m * limit.block_n // block_m))))
+    together = max(1, limit.scores // (group * block_m * block_n))  # key heads of a step, of one batch item or of several
+    step_h = min(kv_heads, together)
+    step_b = 1 if (ragged and host) or step_h < kv_heads else max(1, together // kv_heads)
+
+    by_head = (t.mask is not None and t.mask.shape[1] > 1) or (t.bias is not None and t.bias.shape[1] > 1)
+    own_keys = group > 1 and (by_head or bool(r.score_mod) or bool(r.mask_mod))
+    for b in pieces(0, batch, step_b):
+        len_q, len_k, lengths = seqlen_q, seqlen_k, None
+        if ragged and host:
+            len_q, len_k = (n if x is None else int(x[b.start]) for x, n in zip(used, (seqlen_q, seqlen_k), strict=True))
+        elif ragged:
+            full = (torch.full_like(next(x for x in used if x is not None), n) for n in (seqlen_q, seqlen_k))
+            lengths = tuple((y if x is None else x)[b].view(-1, 1, 1, 1) for x, y in zip(used, full, strict=True))
+        for kv in pieces(0, kv_heads, step_h):
+            yield Chunk(
+                t=t,
+                r=r,
+                b=b,
+                kv_heads=kv,
+                heads=slice(kv.start * group, kv.stop * group),
+                group=group,
+                own_keys=own_keys,
+                len_q=len_q,
+                len_k=len_k,
+                lengths=lengths,
+                host=host,
+                tiles=TileSizes(block_m, block_n, limit.scores),
+                dtype=accumulator_dtype(t.q.dtype),
+            )
+
+
+def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Cuts start..stop into the fewest pieces of at most `size`, about equally long."""
+    count = -(-(stop - start) // size)
+    for n in range(count):
+        yield slice(start + n * (stop - start) // count, start + (n + 1) * (stop - start) // count)
+
+
+# ------------------------------------------------------------------------------------------------------------ what is visible
+
+
+def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
+    """The key tiles that some query of tile `i` may see, each with what is hidden in it: bool, broadcasts to (B, H, M, N), or None."""
+    start, stop = 0, c.len_k
+    if c.lengths is None:
+        if c.r.window_left >= 0:
+            start = max(start, i.start + c.offset - c.r.window_left)
+        if c.r.window_right >= 0:
+            stop = min(stop, i.stop + c.offset + c.r.window_right)
+    if start >= stop:
+        return
+    for j in pieces(start, stop, c.tiles.block_n):
+        hidden = None
+        for condition in hiding_conditions(c, i, j):
+            if not c.host or condition.view(torch.uint8).amax():
+                hidden = condition if hidden is None else hidden | condition
+        if hidden is None or not c.host or not hidden.view(torch.uint8).amin():
+            yield j, hidden
+
+
+def hiding_conditions(c: Chunk, i: slice, j: slice) -> Iterator[Tensor]:
+    """Every reason why a score of tile (i, j) may be hidden, apart from what `score_mod` decides."""
+    t, r = c.t, c.r
+    # Distance of the tile's corners from the diagonal; with lengths on the device nothing is known and all conditions apply.
+    known = c.lengths is None
+    if r.window_right >= 0 and not (known and j.stop - 1 <= i.start + c.offset + r.window_right):
+        yield c.columns(j) > c.rows(i) + c.offset + r.window_right
+    if r.window_left >= 0 and not (known and j.start >= i.stop - 1 + c.offset - r.window_left):
+        yield c.columns(j) < c.rows(i) + c.offset - r.window_left
+    if c.lengths is not None:
+        len_q, len_k = c.lengths
+        yield (c.rows(i) >= len_q) | (c.columns(j) >= len_k)
+    if t.mask is not None:
+        yield ~c.part(t.mask, i, j)
+    if t.bias is not None:
+        bias = c.part(t.bias, i, j)
+        if not c.host or not bias.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
+            yield bias == NEG_INF
+    if r.mask_mod:
+        yield ~program(r.mask_mod).evaluate(indices(c, i, j), t.captured)
+
+
+def program(text: str) -> Any:
+    from ..score_mod import Program  # few calls have one
+
+    return Program.parse(text)
+
+
+def indices(c: Chunk, i: slice, j: slice) -> dict[str, Tensor]:
+    """What a traced program reads: batch item, query head, query, key and position, each broadcasting to (B, H, M, N)."""
+    rows = c.rows(i)
+    return {
+        "b": c.arange(c.b).view(-1, 1, 1, 1),
+        "h": c.arange(c.heads).view(1, -1, 1, 1),
+        "q_idx": rows,
+        "kv_idx": c.columns(j),
+        "p": rows + c.offset,
+    }
+
+
+def distances(c: Chunk, i: slice, j: slice) -> Tensor:
+    """|p - j|, broadcasts to (B, H, M, N)."""
+    return (c.rows(i) + c.offset - c.columns(j)).abs_().to(c.dtype)
