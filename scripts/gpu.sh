@@ -51,22 +51,25 @@ if [[ ${TESTS:-1} == 1 ]]; then
   "$PYTHON" -c "import xdist" 2>/dev/null && jobs=(-n "${TEST_JOBS:-8}" --dist worksteal)
   limit=()
   "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120)
-  # shellcheck disable=SC2086
+  eval "more=(${TEST_ARGS:-})" # words with quotes, such as -k 'not hopper'
   timeout --signal INT --kill-after 10 "${TEST_BUDGET:-270}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
-    "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 ${TEST_ARGS:-} >"$logs/gpu-tests.log" 2>&1 || status=$?
+    "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 --disable-warnings "${more[@]}" >"$logs/gpu-tests.log" 2>&1 || status=$?
   grep -E "^(FAILED|ERROR)" "$logs/gpu-tests.log" | cut -c1-200 | head -25
   tail -n 12 "$logs/gpu-tests.log" | cut -c1-160
   echo "tests: exit status $status, $SECONDS s so far; all of it in $logs/gpu-tests.log"
 fi
 
 if [[ ${BENCH:-1} == 1 ]]; then
-  results=${OUT:+$OUT/results.jsonl}
-  device=$("$PYTHON" -c "import re, torch; print(re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name().lower()))")
-  results=${results:-benchmarks/results/$device-$(date +%Y-%m-%d).jsonl}
-  # shellcheck disable=SC2086
+  if [[ -n ${OUT:-} ]]; then
+    results=$OUT/results.jsonl
+  else
+    device=$("$PYTHON" -c "import re, torch; print(re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name().lower()))")
+    results=benchmarks/results/$device-$(date +%Y-%m-%d).jsonl
+  fi
+  eval "more=(${BENCH_ARGS:-})"
   "$PYTHON" -m tilewise.bench run --device cuda --out "$results" --budget "${BENCH_BUDGET:-240}" --passes "${PASSES:-fwd,bwd}" \
     --cases "${CASES:-paper,short,gqa,window,mla,bias,fp32,host,memory,first_call}" \
-    --providers "${PROVIDERS:-tilewise,sdpa_flash,sdpa_cudnn,fa3,fa4,flex,sdpa_efficient,eager}" ${BENCH_ARGS:-} \
+    --providers "${PROVIDERS:-tilewise,sdpa_flash,sdpa_cudnn,fa3,fa4,flex,sdpa_efficient,eager}" "${more[@]}" \
     >"$logs/bench.log" 2>"$logs/bench.err" || { status=1; tail -n 20 "$logs/bench.err"; }
   sed -n '1,/providers:/p;/^  without/p' "$logs/bench.log" | head -20
   # The tables stand after the measurements, from the first header on.

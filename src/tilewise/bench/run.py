@@ -110,12 +110,13 @@ class Benchmark:
             self.report.open(self.common, [p.label for p in self.providers], self.missing, len(self.cases), self.options.budget)
             for case in self.cases:
                 if self.left() <= 0:
-                    self.report.say("budget spent")
                     break
                 self.report.start(case.id, self.left())
                 for row in self._case(case):
                     self._write(row)
                 self.report.advance()
+            if self.left() <= 0:
+                self.report.say("budget spent")
         finally:
             if timer is not None:
                 timer.cancel()

@@ -131,7 +131,7 @@ def compile_trial(trial: Trial) -> str:
         with trial.in_force():
             for causal in (False, True):
                 case = _case(trial.key, trial.dim, causal, seqlen=512)
-                _results(replace(case, heads=1), Inputs.make(replace(case, heads=1)))
+                _results(replace(case, heads=1, kv_heads=1), Inputs.make(replace(case, heads=1, kv_heads=1)))
             torch.cuda.synchronize()
     except Exception as error:  # out of resources, a compiler's failure: a candidate less
         return f"{type(error).__name__}: {error}".splitlines()[0][:160]
