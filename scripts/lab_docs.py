@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tilewise.lab import figures, results
+from tilewise.lab.predict import traffic_over_compute
 from tilewise.lab.results import Row
-from tilewise.lab.run import size
+from tilewise.lab.run import exponent, size
 
 ROOT = Path(__file__).parents[1]
 PAGE, NOTEBOOK = ROOT / "docs" / "lab.md", ROOT / "docs" / "lab.ipynb"
@@ -128,7 +129,8 @@ def head_dims(rows: list[Row]) -> str:
         lines.append(cells)
     if not lines:
         return ""
-    note = f"\nbf16, compiled for Hopper; a block may use {size(figures.of(rows, 'headdim')[0]['shared_limit'])} of shared memory.\n"
+    limit = next(row["shared_limit"] for row in rows if "shared_limit" in row)
+    note = f"\nbf16, compiled for Hopper; a block may use {size(limit)} of shared memory.\n"
     return table(["d", "kernel", "tiles", "shared memory", "registers", ""], lines) + note
 
 
@@ -163,7 +165,33 @@ def gpu(rows: list[Row]) -> str:
         "ms",
         "roofline ms",
     ]
-    return "\n".join(pictures) + f"\n\n{device}, bf16; for softmax N rows of length d:\n\n" + table(headings, lines)
+    found = "\n".join(filter(None, (traffic_over_products(rows), memory_exponents(rows))))
+    parts = ["\n".join(pictures), found, f"{device}, bf16; for softmax N rows of length d:", table(headings, lines)]
+    return "\n\n".join(filter(None, parts))
+
+
+def traffic_over_products(rows: list[Row]) -> str:
+    """Measured time of standard attention over that of its products alone, beside the ratio of traffic to products."""
+    memories = figures.of(rows, "hierarchy")
+    standard = [row for row in figures.of(rows, "bytes", algorithm="standard") if row.get("ms")]
+    if not memories or not standard:
+        return ""
+    bandwidth, matmul = memories[-1]["copy_bytes_per_s"], memories[-1]["matmul_flops_per_s"]
+    said = []
+    for d in sorted({row["head_dim"] for row in standard}):
+        row = max((row for row in standard if row["head_dim"] == d), key=lambda row: row["seqlen"])
+        measured = row["ms"] / 1e3 * matmul / row["flops"]
+        said.append(f"{measured:.1f} at d = {d} (predicted from four passes: {traffic_over_compute(d, bandwidth, matmul, passes=4):.1f})")
+    return f"Standard attention takes longer than its products at full speed by a factor of {', '.join(said)}."
+
+
+def memory_exponents(rows: list[Row]) -> str:
+    said = []
+    for name in ("standard", "fa1", "fa2", "tilewise"):
+        own = figures.of(rows, "memory", algorithm=name, **{"pass": "fwd"})
+        if len(own) > 1:
+            said.append(f"N^{exponent(own, 'measured_extra_bytes'):.2f} ({figures.STYLE[name][2]})")
+    return f"Extra memory by torch's allocator grows as {', '.join(said)}." if said else ""
 
 
 PARTS: dict[str, Callable[[list[Row]], str]] = {

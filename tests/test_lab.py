@@ -167,6 +167,21 @@ def test_compiler_reports_what_a_kernel_takes():
     assert not small.fits(small.shared_bytes - 1)
 
 
+def test_accuracy_gate_of_the_gpu_runs_lets_right_results_pass_and_no_others():
+    from tilewise.lab import gpu
+
+    for step in (algorithms.FA2, algorithms.BLOCK_SPARSE, algorithms.FA2_BACKWARD, algorithms.SOFTMAX[0]):
+        experiment = "softmax" if step in algorithms.SOFTMAX else "bytes"
+        point = sweeps.Point(experiment, step.name, step.pass_, 2, 48, 16, 16, 16, density=0.5)
+        inputs = point.inputs(torch.bfloat16, "cpu")
+        got, _ = counted(step, inputs)
+        error, allowed = gpu.checked(got, inputs, point)
+        assert 0 < error <= allowed
+        broken = {name: value * 1.05 for name, value in got.items()}
+        error, allowed = gpu.checked(broken, inputs, point)
+        assert error > allowed
+
+
 # ------------------------------------------------------------------------------------------------------------- predictions
 
 
@@ -426,6 +441,24 @@ def test_generated_parts_of_the_page_are_up_to_date(lab_docs):
     assert lab_docs.page(text, rows) == text, "run scripts/lab_docs.py"
     assert lab_docs.NOTEBOOK.read_text() == lab_docs.notebook(text), "run scripts/lab_docs.py"
     assert set(re.findall(r"<!-- generated: (\w+) -->", text)) == set(lab_docs.PARTS)
+
+
+def test_gpu_part_of_the_page_reads_the_gpu_rows(lab_docs):
+    assert lab_docs.gpu([]) == lab_docs.hierarchy([]) == ""
+    memories = {
+        "experiment": "hierarchy", "device": "some GPU", "multiprocessors": 100, "register_bytes_per_sm": 2**18, "l2_bytes": 2**20,
+        "shared_bytes_per_block": 2**17, "device_bytes": 2**30, "copy_bytes_per_s": 4e12, "l2_read_bytes_per_s": 8e12,
+        "matmul_flops_per_s": 800e12,
+    }  # fmt: skip
+    assert "8.0 TB/s, read" in lab_docs.hierarchy([memories])
+    rows = [memories]
+    for point in sweeps.gpu_points():
+        measured = {"device": "some GPU", "ms": 3.0, "roofline_ms": 0.5, "l2_ratio": 1.03, "predicted_device_bytes": 10, "flops": 8e11}
+        rows.append(point.row() | measured)
+    rows += [point.row() | {"measured_extra_bytes": point.n**2} for point in sweeps.memory_points()]
+    text = lab_docs.gpu(rows)
+    assert "by a factor of 3.0 at d = 64 (predicted from four passes: 6.2)" in text
+    assert "N^2.00 (standard" in text and "| FlashAttention-2 order | bwd | 8192 | 128 |" in text
 
 
 def test_every_picture_of_the_page_exists_and_every_picture_is_shown(lab_docs):

@@ -115,7 +115,8 @@ def density(plt: Any, rows: list[Row]) -> Any:
         x, y = [row["density"] for row in timed], [row["ms"] / longest for row in timed]
         axis.plot(x, y, "s-", color="#0072B2", label=f"time, {device}")
     axis.plot([0, 1], [0, 1], "--", color="#888888", label="proportional")
-    axis.set(xlabel="density of the block mask", ylabel="share of the full mask", title=f"N = {full['seqlen']}, d = {full['head_dim']}")
+    axis.set(xlabel="density of the block mask", ylabel="share of the full mask")
+    axis.set_title(f"block-sparse, N = {full['seqlen']}, d = {full['head_dim']}")
     axis.legend(frameon=False)
     return figure
 
@@ -183,12 +184,14 @@ def measured_traffic(plt: Any, rows: list[Row]) -> Any:
     chosen = [row for row in of(rows, "bytes") if row.get("device_ratio")]
     if not chosen:
         return None
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", sharey=True)
     for axis, key, title in zip(axes, ("l2_ratio", "device_ratio"), ("requests to L2", "device memory"), strict=True):
         for name in ("standard", "fa1", "fa2"):
             for pass_, line in (("fwd", "-"), ("bwd", ":")):
                 for d, fill in ((64, "full"), (128, "none")):
                     own = [row for row in of(chosen, "bytes", algorithm=name, head_dim=d, **{"pass": pass_}) if row.get(key)]
+                    if not own:
+                        continue
                     colour, marker, label = STYLE[name]
                     x, y = [row["seqlen"] for row in own], [row[key] for row in own]
                     axis.plot(x, y, line, marker=marker, fillstyle=fill, color=colour, label=f"{label}, {pass_}, d = {d}")
@@ -196,7 +199,8 @@ def measured_traffic(plt: Any, rows: list[Row]) -> Any:
         _log_axes(axis, sorted({row["seqlen"] for row in chosen}), "N")
         axis.set_yscale("linear")
         axis.set(title=title, ylabel="measured / predicted")
-    axes[0].legend(frameon=False, fontsize=7)
+    handles, labels = axes[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
@@ -228,9 +232,13 @@ def _registers(row: Row) -> float:
 
 
 def _log_axes(axis: Any, ticks: list[int], label: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.minorticks_off()
     axis.set_xlabel(label)
 

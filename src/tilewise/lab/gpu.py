@@ -105,7 +105,7 @@ def plain(inputs: Inputs, point: Point, heads: int) -> Results:
     """Unfused attention in the inputs' dtype with its gradients: the yardstick of accuracy."""
     q, k, v = (x[:heads].detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     s = (q @ k.transpose(1, 2)) * inputs.scale
-    if point.density < 1:
+    if point.algorithm == "block_sparse":
         n, tiles = q.shape[1], inputs.tiles
         mask = inputs.tile_mask().repeat_interleave(tiles.block_m, 0).repeat_interleave(tiles.block_n, 1)[:n, :n]
         s = s.masked_fill(~mask.to(s.device), float("-inf"))
