@@ -107,9 +107,10 @@ def support_table() -> str:
 
 
 def load_rows(folder: Path = RESULTS) -> list[Row]:
-    """All rows of the results files, oldest run first: files are sorted by the date of their first row, then by name."""
+    """All benchmark rows of the results files, oldest run first: files are sorted by the date of their first row, then by name."""
     files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(folder.glob("*.jsonl"))]
-    return [row for rows in sorted((rows for rows in files if rows), key=lambda rows: rows[0].get("date") or "") for row in rows]
+    ordered = sorted((rows for rows in files if rows), key=lambda rows: rows[0].get("date") or "")
+    return [row for rows in ordered for row in rows if "provider" in row]
 
 
 def results_section(rows: list[Row]) -> str:

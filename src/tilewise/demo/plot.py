@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -26,7 +27,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     memory, seconds = figure.subplots(1, 2)
     _draw_memory(memory, scaling)
     _draw_time(seconds, scaling)
-    where = results["device"] if results["device_type"] == "cuda" else f"CPU, {results['threads']} threads"
+    where = results["device"] if results["device_type"] == "cuda" else f"CPU, {results['threads']} thread{'s' * (results['threads'] > 1)}"
     figure.suptitle(
         f"Causal attention, forward + backward: {scaling['heads']} heads of {scaling['head_dim']}, {scaling['dtype']}, {where}",
         color=INK,
@@ -34,8 +35,9 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     )
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "memory.png", folder / "memory.svg"]
-    for path in paths:
-        figure.savefig(path, dpi=160)
+    with matplotlib.rc_context({"svg.hashsalt": "tilewise"}):  # the same numbers give the same file
+        figure.savefig(paths[0], dpi=160)
+        figure.savefig(paths[1], metadata={"Date": None})
     return paths
 
 
