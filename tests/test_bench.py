@@ -356,10 +356,14 @@ def test_candidates_start_with_the_table_and_fit_the_device():
 
 def test_a_trial_is_in_force_only_inside_its_context():
     key, other = ("sm90", 16, configs.DQ), configs.Config(32, 32, 4, 1)
-    before = configs.TABLE[key][64]
+
+    def chosen():
+        return configs.choose("sm90", 232_448, 16, configs.DQ, 64, 64)
+
+    before = chosen()
     with tune.Trial(key, 64, other).in_force():
-        assert configs.choose("sm90", 232_448, 16, configs.DQ, 64, 64) == other
-    assert configs.TABLE[key][64] == before
+        assert chosen() == other
+    assert chosen() == before == configs.TABLE[key][64]
 
 
 def test_the_rewritten_table_differs_in_the_tuned_entry_alone():

@@ -50,10 +50,12 @@ class Trial:
         row = configs.TABLE[self.key]
         before = row[self.dim]
         row[self.dim] = self.config
+        configs.choose.cache_clear()
         try:
             yield
         finally:
             row[self.dim] = before
+            configs.choose.cache_clear()
 
 
 @dataclass(slots=True)
@@ -217,7 +219,6 @@ def _text(config: Config) -> str:
 
 def rewritten(source: str, changes: dict[tuple[Key, int], Config]) -> str:
     """The text of `configs.py` with these entries of its table replaced and nothing else touched."""
-    names = {"FORWARD": FORWARD, "DKDV": DKDV, "DQ": DQ}
     lines = source.splitlines(keepends=True)
     offsets = [0, *itertools.accumulate(len(line.encode()) for line in lines)]
     text = source.encode()
@@ -232,7 +233,7 @@ def rewritten(source: str, changes: dict[tuple[Key, int], Config]) -> str:
             assert isinstance(arch, ast.Constant) and isinstance(bits, ast.Constant) and isinstance(purpose, ast.Name)
             for dim, config in zip(row.keys, row.values, strict=True):
                 assert isinstance(dim, ast.Constant) and config.end_lineno is not None and config.end_col_offset is not None
-                change = changes.get(((str(arch.value), int(str(bits.value)), names[purpose.id]), int(str(dim.value))))
+                change = changes.get(((str(arch.value), int(str(bits.value)), getattr(configs, purpose.id)), int(str(dim.value))))
                 if change is not None:
                     start = offsets[config.lineno - 1] + config.col_offset
                     edits.append((start, offsets[config.end_lineno - 1] + config.end_col_offset, _text(change).encode()))
@@ -261,6 +262,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit("tuning needs a GPU that torch sees")
     arch = configs.architecture(plan.target_of(torch.device("cuda", torch.cuda.current_device())))
     keys = [((arch, args.bits, purpose), int(dim)) for purpose in args.purposes.split(",") for dim in args.dims.split(",")]
+    absent = [f"{purpose} d{dim}" for (_, _, purpose), dim in keys if dim not in configs.TABLE.get((arch, args.bits, purpose), {})]
+    if absent:
+        raise SystemExit(f"the table of {arch} has no entry for {', '.join(absent)}")
     outcome = tune(keys, args.most, args.workers, args.budget)
     changes: dict[tuple[Key, int], Config] = {}
     for entry, found in outcome.items():
