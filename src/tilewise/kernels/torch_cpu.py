@@ -27,7 +27,8 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
     q, k, v = t.q, t.k, t.v
     features = {
         "a bias": t.bias is not None,
-        "a mask": t.mask is not None or bool(r.mask_mod),
+        "a mask": t.mask is not None,
+        "a mask function": bool(r.mask_mod),
         "a score function": bool(r.score_mod),
         "ALiBi": t.alibi_slopes is not None,
         "a sink": t.sink is not None,
