@@ -203,16 +203,23 @@ def probability_value(C: gl.constexpr, mem, p, v_stage, acc):
 
 
 @jit
+def reciprocal(x):
+    """1 / x within an ulp, 0 for infinity: one instruction where a division is ten."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
 def score(C: gl.constexpr, p, tile, block, row, slope, s):
     """The rules between QK^T and softmax, on one block. s [64, block_n] comes as the plain product."""
     if C.scale_first:
         s = s * p.scale
     if C.softcap:
-        # tanh x = 1 - 2 / (1 + e^2x): PTX's own tanh.approx is good for 11 bits only
-        s = p.softcap - 2.0 * p.softcap / (1.0 + gl.exp2(s * (2.0 * LOG2_E / p.softcap)))
+        # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale: PTX's own tanh.approx is good for 11 bits only
+        s = p.softcap - 2.0 * p.softcap * reciprocal(1.0 + gl.exp2(s))
     if C.alibi:
-        constant, lane = columns(s.type.layout, C.block_n)
-        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        layout: gl.constexpr = s.type.layout
+        constant, lane = columns(layout, C.block_n)
+        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
         position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
         s = s - slope * gl.abs(position - constant.to(gl.float32))
     return s

@@ -77,10 +77,11 @@ def addresses_in(ptx: str, variant: Variant) -> Addresses:
 
 
 def predicted_addresses(variant: Variant) -> Addresses:
-    """Where they usually are: the tiles in the order of their allocation, the barriers behind them."""
+    """Where they usually are: large buffers first, those of one size in the order of their allocation, the barriers behind them."""
     q = variant.warpgroups * variant.q_stages * variant.chunks * variant.q_bytes
     k = variant.stages * variant.chunks * variant.k_bytes
-    return Addresses(variant.tile_bytes, q + k if variant.lengths_k else 0)
+    v = variant.stages * variant.v_bytes
+    return Addresses(variant.tile_bytes, sum(x for x in (q, k) if x >= v) if variant.lengths_k else 0)
 
 
 def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addresses]:
@@ -212,7 +213,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         pointer if t.seqused_k is None else t.seqused_k.data_ptr(),
         pointer if slopes is None else slopes.data_ptr(),
         pointer if sink is None else sink.data_ptr(),
-        r.softmax_scale,
+        r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale,
         LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E,
         r.softcap,
         seqlen_q,

@@ -19,7 +19,7 @@ class Problem:
     lengths_k_ptr: gl.tensor
     slopes_ptr: gl.tensor
     sink_ptr: gl.tensor
-    scale: gl.tensor
+    scale: gl.tensor  # of q.k, where it is applied before the maximum
     exp_scale: gl.tensor  # turns a score into the exponent of 2
     softcap: gl.tensor
     seqlen_q: gl.tensor

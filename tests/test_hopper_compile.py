@@ -1,0 +1,169 @@
+"""The Hopper kernels compile without a GPU, and the machine code is what the design counts on.
+
+A fixed sample runs always; the other shipped variants carry the marker ``slow``. Assertions: wgmma present and never serialised, no
+spill, shared memory within the device's limit, barriers where the launcher predicts them, exponentials between the two waits.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tilewise.kernels.hopper import configs, launch
+from tilewise.kernels.hopper.configs import SHARED_MEMORY_LIMIT, TILES, Variant, tile_columns, tile_name, value_columns
+from tilewise.kernels.hopper.gluon_api import machine_code
+
+SCRATCH = 2048  # bytes that the compiler adds for barriers and captured arguments
+
+
+def variant(dim, dim_v=None, name=None, dtype="bf16", **rules) -> Variant:
+    dim_v = dim_v or dim
+    chunk, chunks = tile_columns(dim)
+    tile = TILES[name or tile_name(dim, dim_v, 1024, 1024, rules.get("right", False), False)]
+    return Variant(tile, dtype, chunk, chunks, value_columns(dim_v), **rules)
+
+
+EVERYTHING = {
+    "right": True,
+    "left": True,
+    "lengths_q": True,
+    "lengths_k": True,
+    "scale_first": True,
+    "softcap": True,
+    "alibi": True,
+    "sink": True,
+}
+SAMPLE = {
+    "d128 causal": variant(128, right=True),
+    "d64 full, three consumers": variant(64, name="64 long"),
+    "d192/128 causal, columns in three chunks": variant(192, 128, right=True),
+    "d64 everything": variant(64, **EVERYTHING),
+}
+REST = {
+    "d64 full": variant(64),
+    "d64 causal": variant(64, right=True),
+    "d64 full, sequential": variant(64, name="64 long sequential"),
+    "d64 causal, sequential": variant(64, name="64 long sequential", right=True),
+    "d64 window": variant(64, right=True, left=True),
+    "d96 causal": variant(96, right=True),
+    "d128 full": variant(128),
+    "d128 causal fp16": variant(128, dtype="fp16", right=True),
+    "d128 window": variant(128, right=True, left=True),
+    "d128 lengths": variant(128, right=True, lengths_q=True, lengths_k=True),
+    "d128 softcap": variant(128, right=True, scale_first=True, softcap=True),
+    "d128 float32 out": variant(128, store_tma=False),
+    "d128 everything": variant(128, **EVERYTHING),
+    "d192/192 full": variant(192),
+    "d256 full": variant(256),
+    "d256 causal": variant(256, right=True),
+    "d256 everything": variant(256, **EVERYTHING),
+}
+# Bytes of spill stores that ptxas leaves outside the loop over key blocks; these may not grow. Where a name is missing: none.
+SPILLS = {
+    "d64 full, three consumers": 64,
+    "d64 full, sequential": 64,
+    "d64 causal, sequential": 64,
+    "d128 everything": 64,
+    "d256 everything": 256,
+    "d128 lengths": 64,
+}
+
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
+
+
+def key_loops(listing: str) -> list[list[str]]:
+    """The innermost loops that hold wgmma: one a consumer. Only predicated branches close one: ptxas puts waits out of line."""
+    found = [(int(address, 16), text.strip()) for address, text in _INSTRUCTION.findall(listing)]
+    index = {address: i for i, (address, _) in enumerate(found)}
+    spans = []
+    for i, (address, text) in enumerate(found):
+        jump = re.match(r"@\S+ BRA.*?0x([0-9a-f]+)", text)
+        target = int(jump.group(1), 16) if jump else address + 1
+        if target <= address and target in index:
+            body = [line for _, line in found[index[target] : i + 1]]
+            if any("GMMA" in line for line in body):
+                spans.append((index[target], i, body))
+    return [
+        body
+        for low, high, body in spans
+        if not any(low <= other_low and other_high <= high and (other_low, other_high) != (low, high) for other_low, other_high, _ in spans)
+    ]
+
+
+def exponentials_between_waits(body: list[str]) -> int:
+    """The largest number of EX2 after a wait that leaves one product running, and before the one that leaves none."""
+    best = count = 0
+    inside = False
+    for line in body + body:  # ptxas may have rotated the loop
+        if "WARPGROUP.DEPBAR" in line:
+            inside, count = "gsb0, 0x1" in line, 0
+        elif inside and "MUFU.EX2" in line:
+            count += 1
+            best = max(best, count)
+    return best
+
+
+def check(name: str, v: Variant) -> None:
+    compiled, addresses = launch.build(v, "fp32" if not v.store_tma else v.dtype, "fp32", "fp32")
+    assert addresses == launch.predicted_addresses(v), "a second compilation was needed: the compiler places shared memory elsewhere"
+    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT
+    said, listing = machine_code(compiled.asm["ptx"])
+    assert "C75" not in said and "serializ" not in said.lower(), said
+    stores = int(re.search(r"(\d+) bytes spill stores", said).group(1))
+    assert stores <= SPILLS.get(name, 0), said
+    loops = key_loops(listing)
+    assert len(loops) == v.warpgroups
+    exponentials = v.block_n // 2  # a thread's share of P
+    for body in loops:
+        assert sum("HGMMA" in line for line in body) >= 4
+        if name != "d256 everything":
+            assert not any("LDL" in line or "STL" in line for line in body), "spills inside the loop over key blocks"
+        if v.tile.overlap:
+            assert exponentials_between_waits(body) >= 0.9 * exponentials, "ptxas moved the exponentials out from under the PV product"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample(name):
+    check(name, SAMPLE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+def test_rest(name):
+    check(name, REST[name])
+
+
+@pytest.mark.parametrize("dim_v", [8, 64, 72, 128, 136, 192, 256])
+@pytest.mark.parametrize("dim", [8, 64, 72, 96, 104, 128, 136, 192, 200, 256])
+def test_shared_memory_of_every_head_dim(dim, dim_v):
+    for store_tma in (True, False):
+        v = variant(dim, dim_v, store_tma=store_tma)
+        assert v.chunk * v.chunks >= dim and v.dim_v >= dim_v
+        assert v.tile_bytes + SCRATCH <= SHARED_MEMORY_LIMIT
+        assert v.barriers <= v.barrier_words
+
+
+def test_out_leaves_inside_its_own_part_of_the_query_buffer():
+    from tilewise.kernels.hopper.forward_pass import out_slot
+
+    for dim in (64, 96, 128, 192, 256):
+        for dim_v in (64, 128, 256):
+            v = variant(dim, dim_v)
+            if v.own_out_buffer:
+                continue
+            for warpgroup in range(v.warpgroups):
+                start = out_slot(v, warpgroup) * v.out_bytes
+                mine = v.chunks * v.q_bytes
+                assert warpgroup * mine <= start and start + v.out_bytes <= (warpgroup + 1) * mine
+
+
+def test_tiles_fit_their_registers():
+    for tile in TILES.values():
+        warps = -(-(4 * tile.warpgroups + 1) // 4) * 4
+        others = 4 * (tile.warpgroups - 1) * tile.consumer_registers + 4 * tile.producer_registers
+        assert tile.launch_registers * warps - others >= 4 * tile.consumer_registers
+        assert tile.launch_registers * warps * 32 <= 65_536
+    assert configs.ROWS == 64
