@@ -71,6 +71,9 @@ SPILLS = {
     "d128 lengths": 64,
 }
 
+# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at head dim 256.
+RELOADS = {"d64 full, three consumers": 2, "d256 everything": 32}
+
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
 
 
@@ -119,8 +122,8 @@ def check(name: str, v: Variant) -> None:
     exponentials = v.block_n // 2  # a thread's share of P
     for body in loops:
         assert sum("HGMMA" in line for line in body) >= 4
-        if name != "d256 everything":
-            assert not any("LDL" in line or "STL" in line for line in body), "spills inside the loop over key blocks"
+        reloads = sum("LDL" in line or "STL" in line for line in body)
+        assert reloads <= RELOADS.get(name, 0), "spills inside the loop over key blocks"
         if v.tile.overlap:
             assert exponentials_between_waits(body) >= 0.9 * exponentials, "ptxas moved the exponentials out from under the PV product"
 
