@@ -109,6 +109,46 @@ def demo(
     raise typer.Exit(0 if results["training"]["agree"] else 1)
 
 
+@app.command()
+def lab(
+    budget: Annotated[float, typer.Option(help="Seconds after which nothing new is started.")] = 90.0,
+    trace: Annotated[str, typer.Option(help="Draw one small case step by step into this HTML file instead.")] = "",
+    out: Annotated[str, typer.Option(help="A file that the rows are appended to as JSON lines.")] = "",
+    as_json: Json = False,
+) -> None:
+    """The road from the N x N matrix to tiles: each algorithm run, its memory traffic predicted and counted."""
+    from tilewise.lab import run
+
+    raise typer.Exit(run.main(budget_s=budget, out=Path(out) if out else None, trace_to=Path(trace) if trace else None, as_json=as_json))
+
+
+_FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=_FORWARDED)
+def bench(context: typer.Context) -> None:
+    """Time attention beside its peers, every result checked first. `tilewise bench --help` lists the options."""
+    from tilewise.bench.run import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=_FORWARDED)
+def plot(context: typer.Context) -> None:
+    """Draw the figures of a results file. `tilewise plot --help` lists the options."""
+    from tilewise.bench.plot import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=_FORWARDED)
+def tune(context: typer.Context) -> None:
+    """Measure tiles for the portable Triton kernels on this device. `tilewise tune --help` lists the options."""
+    from tilewise.bench.tune import main
+
+    raise typer.Exit(main(context.args))
+
+
 def _integers(option: str, text: str, lengths: tuple[int, ...]) -> list[int]:
     """The comma-separated integers of an option, as many as one of `lengths`."""
     try:

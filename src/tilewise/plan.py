@@ -190,7 +190,7 @@ def select(
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
     if backend == "hopper" and request.backward:
-        backend = "auto"  # the Hopper kernels compute the forward pass; its gradients come from whatever is fastest for them
+        backend = "auto"  # the Hopper kernels compute the forward pass; gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:

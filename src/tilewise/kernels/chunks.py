@@ -115,7 +115,8 @@ def chunks(t: Operands, r: Rules, limit: TileSizes) -> Iterator[Chunk]:
             len_q, len_k = (n if x is None else int(x[b.start]) for x, n in zip(used, (seqlen_q, seqlen_k), strict=True))
         elif ragged:
             full = (torch.full_like(next(x for x in used if x is not None), n) for n in (seqlen_q, seqlen_k))
-            lengths = tuple((y if x is None else x)[b].view(-1, 1, 1, 1) for x, y in zip(used, full, strict=True))
+            own_q, own_k = ((y if x is None else x)[b].view(-1, 1, 1, 1) for x, y in zip(used, full, strict=True))
+            lengths = (own_q, own_k)
         for kv in pieces(0, kv_heads, step_h):
             yield Chunk(
                 t=t,

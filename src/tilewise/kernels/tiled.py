@@ -121,6 +121,7 @@ def hide(s: Tensor, hidden: Tensor) -> None:
 
 def dropout_bits(c: Chunk, x: Tensor, i: slice, j: slice) -> Tensor:
     """For the scores `x` of a tile: integers with all bits 1 where dropout keeps the probability, else 0."""
+    assert c.t.dropout_seed is not None  # dropout_p > 0
     index, bits = indices(c, i, j), as_bits(c.buffer("keep", *x.shape))
     tile = c.per_head(bits)
     for h in pieces(0, tile.shape[1], max(1, PHILOX_STEP // tile[:, 0].numel())):
@@ -182,6 +183,7 @@ def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
 
 def join_sink(c: Chunk, m: Tensor, l: Tensor, o: Tensor) -> None:
     """The sink is one more key, whose value is 0."""
+    assert c.t.sink is not None
     sink = c.per_key_tile(c.t.sink[c.heads].to(c.dtype).view(1, -1, 1, 1).expand_as(c.per_head(m)))
     m_new = torch.maximum(m, sink)
     reference = finite(m_new)
@@ -234,7 +236,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
         if grads.dq is not None:
             grads.dq[c.b, c.heads, c.len_q :].zero_()
         for grad, total in zip((grads.dk, grads.dv), totals, strict=True):
-            if grad is not None:
+            if grad is not None and total is not None:
                 grad[c.b, c.kv_heads] = total.view(grad[c.b, c.kv_heads].shape)
 
 
@@ -293,6 +295,7 @@ def row_terms(c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: T
         for j, hidden in key_tiles(c, i):
             s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
             daux = auxiliary_cotangents(c, i, j, s, lse, cot)
+            assert daux is not None
             delta.add_(daux.mul_(probabilities(s)).sum(-1, keepdim=True))
     return delta
 
@@ -340,6 +343,7 @@ def add_parameter_gradients(c: Chunk, i: slice, j: slice, tile: Scores, ds: Tens
 
 def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> None:
     """The sink has a probability and no value: its dS is -p D, summed over everything it serves."""
+    assert c.t.sink is not None
     p = (c.t.sink[c.heads].to(c.dtype).view(1, -1, 1, 1) - c.per_head(lse)).exp_()
     dsink[c.heads].sub_((p * c.per_head(delta)).sum((0, 2, 3)))
 
