@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _TensorDescriptor
 from triton.language.core import _aggregate
 
 __all__ = [
@@ -82,11 +81,15 @@ def shared_layout(swizzle_bytes: int, rank: int, element_bits: int = 16) -> gl.N
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle_bytes, element_bitwidth=element_bits, rank=rank)
 
 
-class Descriptor(_TensorDescriptor):
-    """A host tensor descriptor whose checks were done once for the call, not once for each of its tensors."""
+class Descriptor:
+    """What Triton's launcher reads of a host tensor descriptor; the checks of its own class were done once for the call."""
 
-    def __post_init__(self) -> None:
-        pass
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, base, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
 
 
 def compile_kernel(fn, signature: dict[str, str], constants: dict, *, num_warps: int, maxnreg: int):

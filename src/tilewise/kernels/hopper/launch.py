@@ -32,8 +32,6 @@ class Program:
     variant: Variant
     addresses: Addresses
     kernel: Any
-    q_layout: Any
-    v_layout: Any
 
 
 def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, str]:
@@ -132,17 +130,48 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
     )
 
 
-@lru_cache(maxsize=256)
-def program(variant: Variant, out: str, slopes: str, sink: str, device: int) -> Program:
-    kernel, addresses = build(variant, out, slopes, sink)
-    return Program(variant, addresses, kernel, shared_layout(variant.q_swizzle, 4), shared_layout(variant.v_swizzle, 4))
+_programs: dict[tuple, Program] = {}
 
 
-def descriptor(x: Tensor, rows: int, columns: int, layout: Any) -> Descriptor:
+def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
+    """The compiled kernel of a call, kept by everything that it is specialised on."""
+    slopes, sink = t.alibi_slopes, t.sink
+    tile = tile_of(t, r)
+    key = (
+        tile,
+        t.q.dtype,
+        t.q.shape[3],
+        t.v.shape[3],
+        r.window_right >= 0,
+        r.window_left >= 0,
+        t.seqused_q is None,
+        t.seqused_k is None,
+        r.softmax_scale <= 0,
+        r.softcap > 0,
+        None if slopes is None else slopes.dtype,
+        None if sink is None else sink.dtype,
+        out.out.dtype,
+        tma_refusal(out.out) is None,
+        t.q.device.index,
+    )
+    found = _programs.get(key)
+    if found is None:
+        variant = variant_of(t, r, out)
+        kernel, addresses = build(
+            variant,
+            _DTYPES[out.out.dtype],
+            "fp32" if slopes is None else _DTYPES[slopes.dtype],
+            "fp32" if sink is None else _DTYPES[sink.dtype],
+        )
+        found = _programs[key] = Program(variant, addresses, kernel)
+    return found
+
+
+def descriptor(x: Tensor) -> Descriptor:
     """A (B, H, S, D) view for TMA, tile by tile of one head; the stride of a dimension of size 1 is replaced by a legal one."""
-    strides = [stride if extent > 1 else 8 for extent, stride in zip(x.shape, x.stride(), strict=True)]
-    strides[3] = 1
-    return Descriptor(x, list(x.shape), strides, [1, 1, rows, columns], layout)
+    shape = x.shape
+    b, h, s, _ = x.stride()
+    return Descriptor(x, [*shape], [b if shape[0] > 1 else 8, h if shape[1] > 1 else 8, s if shape[2] > 1 else 8, 1])
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -182,19 +211,11 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     batch, heads, seqlen_q, _ = q.shape
     heads_k, seqlen_k = k.shape[1], k.shape[2]
     device = q.device
-    variant = variant_of(t, r, out)
     slopes, sink = t.alibi_slopes, t.sink
-    prepared = program(
-        variant,
-        _DTYPES[out.out.dtype],
-        "fp32" if slopes is None else _DTYPES[slopes.dtype],
-        "fp32" if sink is None else _DTYPES[sink.dtype],
-        device.index,
-    )
-    q_desc = descriptor(q, 64, variant.chunk, prepared.q_layout)
-    k_desc = descriptor(k, variant.block_n, variant.chunk, prepared.q_layout)
-    v_desc = descriptor(v, variant.block_n, variant.dim_v, prepared.v_layout)
-    o_desc = descriptor(out.out, 64, variant.dim_v, prepared.v_layout) if variant.store_tma else v_desc
+    prepared = program_for(t, r, out)
+    variant = prepared.variant
+    q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
+    o_desc = descriptor(out.out) if variant.store_tma else v_desc
     row_blocks = -(-seqlen_q // variant.block_m)
     tiles = row_blocks * batch * heads
     tickets = counter(device)
