@@ -280,7 +280,7 @@ def _origin(rows: list[Row]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `python -m tilewise.bench plot`; returns the exit status."""
-    p = argparse.ArgumentParser("python -m tilewise.bench plot", description="Draw a results file.")
+    p = argparse.ArgumentParser("tilewise plot", description="Draw a results file.")
     p.add_argument("results", type=Path, nargs="+", help="results files, JSON lines")
     p.add_argument("--out", type=Path, default=Path("site/figures"), help="folder for the pictures")
     p.add_argument("--format", default="svg", choices=["svg", "png"])

@@ -370,7 +370,7 @@ def _processor() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of the benchmark."""
-    p = argparse.ArgumentParser("python -m tilewise.bench", description="Time attention beside its peers, every result checked first.")
+    p = argparse.ArgumentParser("tilewise bench", description="Time attention beside its peers, every result checked first.")
     p.add_argument("--cases", default="", help="groups or id patterns, comma-separated, in the order to measure; default all")
     p.add_argument("--providers", default="", help="names, comma-separated; ours with a backend as tilewise:triton; default all found")
     p.add_argument("--passes", default="", help="of fwd,bwd,fwd+bwd, for cases of speed; default what each has")
