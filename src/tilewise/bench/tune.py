@@ -245,9 +245,7 @@ def rewritten(source: str, changes: dict[tuple[Key, int], Config]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `python -m tilewise.bench tune`; returns the exit status."""
-    p = argparse.ArgumentParser(
-        "tilewise tune", description="Measure tiles for the portable Triton kernels on this device."
-    )
+    p = argparse.ArgumentParser("tilewise tune", description="Measure tiles for the portable Triton kernels on this device.")
     p.add_argument("--dims", default="64,128,256", help="padded head dims: entries of the table")
     p.add_argument("--purposes", default=",".join(PURPOSES), help=f"of {', '.join(PURPOSES)}")
     p.add_argument("--bits", type=int, default=16, choices=[16, 32])
