@@ -90,7 +90,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     else:
         constants |= {"BLOCK_M": 64}
     tma = bool(config and config.descriptors)
-    natural = case.has("bias", "softcap", "alibi")
+    natural = case.bits == 32 or case.has("bias", "softcap", "alibi")
     constants |= {
         "ALIGN": 128 // case.bits,
         "TMA": tma,
@@ -132,7 +132,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         if name.endswith("_ptr"):
             return "*fp32" if name in statistics else f"*{case.dtype}"
         if name.startswith("stride_"):
-            return None if name.endswith("d") and name.count("_") == 1 else "i32" if "slopes" in name else "i64"
+            adjacent = name in ("stride_bias_n", "stride_mask_n", "stride_dbias_n") or (name.endswith("d") and name.count("_") == 1)
+            return None if adjacent else "i32" if "slopes" in name else "i64"
         return "fp32" if name in floats else "i64" if name == "dropout_threshold" else "i32"
 
     signature, values = {}, {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from . import configs
+
 if TYPE_CHECKING:
     from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
 
@@ -36,8 +38,6 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
 
 def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     """The tiles that would serve a call, for people."""
-    from . import configs
-
     arch, limit = configs.architecture(target), configs.shared_limit(target)
     bits, dims = 8 * t.q.element_size(), (configs.padded(t.q.shape[3]), configs.padded(t.v.shape[3]))
     purposes = (configs.DKDV, configs.DQ) if request.backward else (configs.FORWARD,)

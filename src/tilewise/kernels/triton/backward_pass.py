@@ -51,9 +51,9 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
         if dbias is not None and all(x is None for x in (bias_rows, bias_cols, bias_tiles)):
             launch_bias_gradient(call, t, dout, row_lse, delta, dbias)
         for partial in (bias_rows, bias_cols):
-            if partial is not None:
+            if dbias is not None and partial is not None:
                 reduce_into(dbias, partial)
-        if slope_rows is not None:
+        if grads.dalibi_slopes is not None and slope_rows is not None:
             reduce_into(grads.dalibi_slopes, slope_rows.sum(2))
 
 

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from . import configs
 from .configs import DBIAS
-from .launch import RUNTIME, Launch, alignment, broadcast_strides, strides
-from .tiles import ROW_BLOCK, head_of, key_tile_range, load_tile, tile_gradient, used_length
+from .launch import RUNTIME, Launch, alignment, matrix_strides, strides
+from .tiles import ROW_BLOCK, head_of, key_tile_range, load_tile, matrix_pointers, tile_gradient, used_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=RUNTIME)
 def bias_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, row_lse_ptr, delta_ptr,
-    dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n: tl.int64,
+    dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n,
     bias_batch, bias_heads, shared_batch, shared_heads,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
-    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
-    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale,
@@ -67,12 +67,12 @@ def bias_gradient(
                 tl.load(delta_ptr + rows),
                 load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, True),
                 load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True),
-                offs_m, offs_n, n0, span, (scale, softcap, slope, bias, len_k - len_q), mask, (unit, unit_exact), drop, keep_scale,
+                offs_m, offs_n, n0, span, (scale, softcap, slope, bias), mask, (unit, unit_exact), drop, keep_scale,
                 BLOCK_N, NATURAL, True, PRECISION, True)  # fmt: skip
             total += ds
     start = dbias_ptr + shared // bias_heads * stride_dbias_b + shared % bias_heads * stride_dbias_h
     inside = (offs_m < size_q)[:, None] & (offs_n < size_k)[None, :]
-    tl.store(start + (offs_m[:, None] * stride_dbias_m + offs_n[None, :] * stride_dbias_n), total, mask=inside)
+    tl.store(matrix_pointers(start, stride_dbias_m, stride_dbias_n, offs_m, offs_n), total, mask=inside)
 
 
 def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, dbias: Tensor) -> None:
@@ -89,7 +89,7 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, row_lse: Tenso
         row_lse,
         delta,
         dbias,
-        *broadcast_strides(dbias),
+        *matrix_strides(dbias),
         batch,
         heads,
         call.batch // batch,

@@ -6,6 +6,7 @@ tuning in a user's call: `choose` reads the table, and falls to smaller tiles wh
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,23 +31,23 @@ FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
 ROW_BLOCK = 128
 
 # Shared memory of one block in bytes, as the driver grants it.
-SHARED_LIMIT = {"sm80": 166_912, "sm86": 101_376, "sm90": 232_448, "sm100": 232_448, "sm120": 101_376, "gfx942": 65_536}
+SHARED_LIMIT = {"sm80": 166_912, "sm86": 101_376, "sm90": 232_448, "sm100": 232_448, "sm120": 101_376, "gfx942": 65_536, "interpreter": 1 << 30}
 
 # (architecture, bits, pass) -> {largest padded head dim: config}
 TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm90", 16, FORWARD): {
-        64: Config(128, 128, 8, 2, True),
-        128: Config(128, 128, 8, 2, True),
+        64: Config(64, 128, 4, 2, True),
+        128: Config(128, 128, 8, 3, True),
         256: Config(128, 64, 8, 2, True),
     },
-    ("sm90", 16, DKDV): {64: Config(128, 128, 8, 2, True), 128: Config(64, 128, 8, 2, True), 256: Config(64, 64, 8, 1, True)},
-    ("sm90", 16, DQ): {64: Config(128, 128, 8, 2, True), 128: Config(128, 64, 8, 2, True), 256: Config(64, 64, 8, 1, True)},
+    ("sm90", 16, DKDV): {64: Config(128, 128, 8, 3, True), 128: Config(64, 128, 8, 3, True), 256: Config(64, 64, 8, 1, True)},
+    ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 64, 8, 3, True), 256: Config(64, 64, 8, 1, True)},
     ("sm90", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
     ("sm90", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     ("sm90", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
     ("sm100", 16, FORWARD): {
         64: Config(128, 128, 8, 2, True),
-        128: Config(128, 64, 8, 2, True),
+        128: Config(128, 128, 8, 2, True),
         256: Config(128, 32, 8, 2, True),
     },
     ("sm100", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(64, 128, 8, 1, True), 256: Config(32, 64, 8, 1, True)},
@@ -54,9 +55,9 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm100", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
     ("sm100", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     ("sm100", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
-    ("sm80", 16, FORWARD): {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)},
-    ("sm80", 16, DKDV): {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2), 256: Config(32, 32, 8, 1)},
-    ("sm80", 16, DQ): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 8, 1)},
+    ("sm80", 16, FORWARD): {64: Config(128, 64, 4, 3), 128: Config(128, 32, 8, 3), 256: Config(64, 64, 8, 2)},
+    ("sm80", 16, DKDV): {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    ("sm80", 16, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 8, 1)},
     ("sm80", 32, FORWARD): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
     ("sm80", 32, DKDV): {64: Config(32, 64, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
     ("sm80", 32, DQ): {64: Config(64, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
@@ -67,12 +68,15 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("gfx942", 32, DKDV): {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 16, 4, 1)},
     ("gfx942", 32, DQ): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
 }
+# The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
+TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DKDV, DQ, DBIAS)}
+# A bias that heads share is rare enough for one row: small tiles, which fit everywhere.
+TABLE |= {(arch, 16, DBIAS): {128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)} for arch in SHARED_LIMIT if arch != "interpreter"}
+TABLE |= {(arch, 32, DBIAS): {128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1)} for arch in SHARED_LIMIT if arch != "interpreter"}
 for _bits in (16, 32):
     for _pass in (FORWARD, DKDV, DQ):
         TABLE["sm86", _bits, _pass] = TABLE["sm80", _bits, _pass]
         TABLE["sm120", _bits, _pass] = TABLE["sm80", _bits, _pass]
-        # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
-        TABLE["interpreter", _bits, _pass] = {256: Config(32, 16, 1, 1)}
 
 # Where the table's choice does not fit: the first of these that does.
 SMALLER = (Config(64, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1))
@@ -103,7 +107,7 @@ def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv
 
 
 def architecture(target: Target) -> str:
-    """The row of the table for a device; the closest older one for those that have none."""
+    """The row of the table for a device: its own, or that of its closest relative."""
     if target.type != "cuda":
         return "interpreter"
     if target.hip:
@@ -114,19 +118,12 @@ def architecture(target: Target) -> str:
 
 def shared_limit(target: Target) -> int:
     """Shared memory of one block on a device, in bytes."""
-    return target.shared_memory or SHARED_LIMIT.get(architecture(target), SHARED_LIMIT["sm80"])
+    return target.shared_memory or SHARED_LIMIT[architecture(target)]
 
 
-def table_entry(arch: str, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
-    if purpose == DBIAS:
-        return (
-            Config(16, 16, 1, 1) if arch == "interpreter" else Config(64, 64 if max(block_d, block_dv) <= 128 and bits == 16 else 32, 4, 1)
-        )
-    row = TABLE[arch, bits, purpose]
-    return row[min(dim for dim in row if dim >= max(block_d, block_dv))]
-
-
+@functools.cache
 def choose(arch: str, limit: int, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
-    """The table's config, or the first smaller one whose shared memory is within `limit` bytes."""
-    candidates = (table_entry(arch, bits, purpose, block_d, block_dv), *SMALLER)
-    return next(c for c in candidates if c is candidates[-1] or shared_bytes(c, bits, purpose, block_d, block_dv) <= limit)
+    """The table's config, or the first smaller one whose shared memory is within ``limit`` bytes."""
+    row = TABLE[arch, bits, purpose]
+    candidates = (row[min(dim for dim in row if dim >= max(block_d, block_dv))], *SMALLER)
+    return next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, bits, purpose, block_d, block_dv) <= limit)

@@ -47,7 +47,7 @@ def walk_queries(
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
         lse = tl.load(row_lse_ptr + offs_m)
         qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
-        s, capped = scores(qk, offs_m[None, :], offs_n[:, None], span, rules, mask, NATURAL, SANITIZE, SANITIZE, MASKED)
+        s, capped = scores(qk, offs_m, offs_n, span, rules, mask, NATURAL, SANITIZE, SANITIZE, True, MASKED)
         p = probabilities(s, lse[None, :], base2, NATURAL)
         do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
         if MASKED and SANITIZE:
@@ -98,7 +98,7 @@ def one_head_dkdv(
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules = (scale, softcap, slope, bias, len_k - len_q)
+    rules = (scale, softcap, slope, bias)
     row = (b * heads + h).to(tl.int64)
     lse, delta = row_lse_ptr + row * (row_blocks * ROW_BLOCK), delta_ptr + row * (row_blocks * ROW_BLOCK)
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -128,8 +128,8 @@ def attention_dkdv(
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
     stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dks: tl.int64, stride_dkd,
     stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvs: tl.int64, stride_dvd,
-    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
-    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale,

@@ -9,14 +9,16 @@ import triton.language as tl
 
 from . import configs
 from .configs import DQ
-from .launch import RUNTIME, Launch, alignment, broadcast_strides, describable, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, source, strides
 from .tiles import (
     NEG_INF,
     ROW_BLOCK,
+    distances,
     head_of,
     hide_rows,
     key_tile_range,
     load_tile,
+    matrix_pointers,
     product_gradient,
     store_tile,
     tile_gradient,
@@ -48,10 +50,10 @@ def walk_keys(
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
         if WANT_SLOPE_ROWS:
-            slope_rows -= tl.sum(ds * tl.abs(offs_m[:, None] + rules[4] - offs_n[None, :]).to(tl.float32), 1)
+            slope_rows -= tl.sum(ds * distances(offs_m, offs_n, span, False), 1)
         if dbias is not None:
             inside = (offs_m < span[0])[:, None] & (offs_n < len_k)[None, :]
-            tl.store(dbias[0] + (offs_m[:, None] * dbias[1] + offs_n[None, :] * dbias[2]), ds, mask=inside)
+            tl.store(matrix_pointers(dbias[0], dbias[1], dbias[2], offs_m, offs_n), ds, mask=inside)
         if WANT_DQ:
             if MASKED and SANITIZE:
                 k_tile = hide_rows(k_tile, s != NEG_INF, 0)
@@ -63,14 +65,14 @@ def walk_keys(
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq(
     q_ref, k_ref, v_ref, do_ref, dq_ptr, row_lse_ptr, delta_ptr, bias_rows_ptr, slope_rows_ptr,
-    dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n: tl.int64,
+    dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
     stride_dqb: tl.int64, stride_dqh: tl.int64, stride_dqs: tl.int64, stride_dqd,
-    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
-    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale,
@@ -102,7 +104,7 @@ def attention_dq(
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
     if dbias_ptr is not None:
         dbias = (dbias_ptr + b * stride_dbias_b + h * stride_dbias_h, stride_dbias_m, stride_dbias_n)
-    rules = (scale, softcap, slope, bias, len_k - len_q)
+    rules = (scale, softcap, slope, bias)
     base2 = (unit, unit_exact)
     rows = bh.to(tl.int64) * size_q + offs_m
     padded_rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
@@ -153,7 +155,7 @@ def launch_dq(
         bias_rows,
         slope_rows,
         dbias,
-        *broadcast_strides(dbias),
+        *matrix_strides(dbias),
         *strides(t.q, align),
         *strides(t.k, align),
         *strides(t.v, align),

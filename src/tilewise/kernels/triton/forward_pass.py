@@ -44,7 +44,7 @@ def attend(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-        s, _ = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, SANITIZE, True, MASKED)
+        s, _ = scores(qk, offs_m, offs_n, span, rules, mask, NATURAL, SANITIZE, True, False, MASKED)
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -64,8 +64,8 @@ def attention_forward(
     stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_os: tl.int64, stride_od,
-    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n: tl.int64,
-    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale,
@@ -98,7 +98,7 @@ def attention_forward(
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules = (scale, softcap, slope, bias, len_k - len_q)
+    rules = (scale, softcap, slope, bias)
     base2 = (unit, unit_exact)
 
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)

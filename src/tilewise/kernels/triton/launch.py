@@ -110,7 +110,7 @@ class Launch:
         }
         for name, matrix in (("bias", t.bias), ("mask", t.mask)):
             arguments[f"{name}_ptr"] = as_bytes(matrix)
-            for dim, stride in zip("bhmn", broadcast_strides(matrix), strict=True):
+            for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):
                 arguments[f"stride_{name}_{dim}"] = stride
         return arguments
 
@@ -129,6 +129,12 @@ def as_bytes(x: Tensor | None) -> Tensor | None:
 def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     """Strides with 0 for every dimension of size 1."""
     return (0,) * 4 if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
+    """Strides of a bias or mask, the last None where neighbours are adjacent: known to the compiler, it makes reads wide."""
+    b, h, m, n = broadcast_strides(x)
+    return b, h, m, None if n == 1 else n
 
 
 def alignment(*tensors: Tensor) -> int:

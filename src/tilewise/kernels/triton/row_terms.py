@@ -69,6 +69,6 @@ def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Te
         call.heads, call.size_q, row_tiles, 1.0 if call.natural else HOST_LOG2E,
         ALIGN=align, DV=call.dv, BLOCK_DV=call.block_dv, BLOCK_M=BLOCK_M, num_warps=4, num_stages=1,
     )  # fmt: skip
-    if dsink is not None:
+    if dsink is not None and partial is not None:
         dsink.copy_(partial.sum((0, 2)))
     return row_lse, delta

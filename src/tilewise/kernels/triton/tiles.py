@@ -1,14 +1,13 @@
 """The steps of attention on one tile, each a short function: what the loops of `forward_pass` and `backward_pass` are written in.
 
-Tiles are [M, N] (queries by keys) or, where a kernel accumulates over queries, [N, M]. Functions that take `rows` and `cols` work in
-either orientation: they are index tiles that broadcast against each other, [M, 1] and [1, N] or [1, M] and [N, 1].
+Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None where the feature is off):
 
     source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
     span    (len_q, len_k, window_left, window_right)
-    mask    (ptr, row_stride, col_stride)         likewise bias; ptr already at this batch item and head
-    rules   (scale, softcap, slope, bias, shift)  shift = len_k - len_q, the position of query 0 among the keys
+    mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head, col_stride None for neighbours
+    rules   (scale, softcap, slope, bias)
     base2   (unit, unit_exact)                    what turns raw scores into base-2 exponents, see `to_log2`
     drop    (seed, threshold, b, h)
 
@@ -89,9 +88,18 @@ def used_length(seqused_ptr, b, size):
 
 
 @triton.jit
-def load_matrix(matrix, rows, cols, inside):
+def load_matrix(matrix, offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
+    """A tile of a bias or mask, 0 outside: read along its rows either way round, [M, N] or [N, M]."""
     ptr, stride_m, stride_n = matrix
-    return tl.load(ptr + (rows * stride_m + cols * stride_n), mask=inside, other=0)
+    inside = (offs_m < span[0])[:, None] & (offs_n < span[1])[None, :]
+    tile = tl.load(matrix_pointers(ptr, stride_m, stride_n, offs_m, offs_n), mask=inside, other=0)
+    return tile.T if TRANSPOSED else tile
+
+
+@triton.jit
+def matrix_pointers(ptr, stride_m, stride_n, offs_m, offs_n):
+    cols = offs_n if stride_n is None else offs_n * stride_n
+    return ptr + (offs_m[:, None] * stride_m + cols[None, :])
 
 
 # ---- which tiles are visited, and which need a mask
@@ -144,8 +152,11 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEN
 
 
 @triton.jit
-def visible(rows, cols, span, mask, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr):
+def visible(
+    offs_m, offs_n, span, mask, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
     len_q, len_k, window_left, window_right = span
+    rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
     seen = (rows < len_q) | (not CHECK_ROWS)
     if CHECK_COLS:
         seen &= cols < len_k
@@ -154,29 +165,47 @@ def visible(rows, cols, span, mask, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.con
     if window_right is not None:
         seen &= cols <= rows + (len_k - len_q + window_right)
     if mask is not None:
-        seen &= load_matrix(mask, rows, cols, seen) != 0
+        seen &= load_matrix(mask, offs_m, offs_n, span, TRANSPOSED) != 0
     return seen
 
 
 @triton.jit
 def scores(
-    qk, rows, cols, span, rules, mask, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, MASKED: tl.constexpr
-):
+    qk, offs_m, offs_n, span, rules, mask,
+    NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Scores with -inf where hidden, and the softcapped products before anything was added (for the derivative of the cap)."""
-    scale, softcap, slope, bias, shift = rules
+    scale, softcap, slope, bias = rules
     s = qk * scale if NATURAL else qk
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     capped = s
     if slope is not None:
-        s -= slope * tl.abs(rows + shift - cols).to(tl.float32)
+        s -= slope * distances(offs_m, offs_n, span, TRANSPOSED)
     if MASKED:
-        seen = visible(rows, cols, span, mask, CHECK_ROWS, CHECK_COLS)
+        seen = visible(offs_m, offs_n, span, mask, CHECK_ROWS, CHECK_COLS, TRANSPOSED)
         if bias is not None:
-            s += load_matrix(bias, rows, cols, seen).to(tl.float32)
+            added = load_matrix(bias, offs_m, offs_n, span, TRANSPOSED).to(tl.float32)
+            seen &= added != NEG_INF
+            s += added
         # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
         s = tl.where(seen, s, NEG_INF)
     return s, capped
+
+
+@triton.jit
+def index_tiles(offs_m, offs_n, TRANSPOSED: tl.constexpr):
+    """Query and key indices that broadcast to a tile, [M, N] or [N, M]."""
+    rows = offs_m[None, :] if TRANSPOSED else offs_m[:, None]
+    cols = offs_n[:, None] if TRANSPOSED else offs_n[None, :]
+    return rows, cols
+
+
+@triton.jit
+def distances(offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
+    """|p - j|: how far each key is from its query's position, for ALiBi."""
+    rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
+    return tl.abs(rows + (span[1] - span[0]) - cols).to(tl.float32)
 
 
 @triton.jit
@@ -275,7 +304,7 @@ def tile_gradient(
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
-    s, capped = scores(qk, offs_m[:, None], offs_n[None, :], span, rules, mask, NATURAL, CHECK_ROWS, True, MASKED)
+    s, capped = scores(qk, offs_m, offs_n, span, rules, mask, NATURAL, CHECK_ROWS, True, False, MASKED)
     p = probabilities(s, lse[:, None], base2, NATURAL)
     dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
     if drop is not None:

@@ -1,0 +1,160 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: run by `test_triton_interpret` in processes of their own.
+
+The interpreter must be chosen before Triton is imported, and then serves a whole process; hence the name, which pytest does not collect.
+It computes bfloat16 products wrongly, so those are left to the GPU suite. ``TILEWISE_SLICE=i/n`` runs every n-th case from the i-th.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.kernels import triton as kernels
+
+from . import cases, helpers
+
+INDEX, COUNT = map(int, os.environ.get("TILEWISE_SLICE", "0/1").split("/"))
+# Programs are refused by these kernels until they can emit them.
+WITHOUT_PROGRAMS = {name: ["none"] if name == "score_mod" else levels for name, levels in cases.FACTORS.items()}
+CHOICES = [c for c in cases.SINGLES if c["score_mod"] == "none"] + cases.covering_array(WITHOUT_PROGRAMS)
+HALF_CHOICES = CHOICES[::5]
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch):
+    """The kernels decline the CPU; here they are meant to run on it. NumPy warns where a GPU computes infinities in silence."""
+    monkeypatch.setattr(kernels, "why_not", lambda *_: None)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def triton_attention(**arguments) -> tuple[Tensor, Tensor]:
+    out, aux = tilewise.attention(**arguments, backend="triton", return_aux="lse")
+    return out, aux.lse
+
+
+def check(arguments: dict) -> None:
+    """Output, LSE and all gradients, also that of the LSE, within the derived tolerance."""
+    with torch.no_grad():
+        out, aux = tilewise.attention(**arguments, backend="reference", return_aux="lse")
+    dout, dlse = torch.randn(out.shape).to(out.dtype), torch.randn(aux.lse.shape)
+    got = helpers.run_with_grads(triton_attention, arguments, dout, dlse)
+    exact = helpers.reference_with_grads(arguments, dout, dlse)
+    helpers.assert_close_to_reference(got, exact, helpers.unfused_with_grads(arguments, dout, dlse))
+
+
+def arguments_of(choice: cases.Choice, dtype: torch.dtype) -> dict:
+    call = cases.build(choice, dtype=dtype)
+    return {"q": call.q, "k": call.k, "v": call.v, **call.options}
+
+
+def sliced(values: list) -> list:
+    return values[INDEX::COUNT]
+
+
+def test_choices_cover_every_pair():
+    assert set().union(*map(cases.pairs_of, CHOICES)) == cases.all_pairs(WITHOUT_PROGRAMS)
+
+
+@pytest.mark.parametrize("choice", sliced(CHOICES), ids=cases.name)
+def test_float32(choice):
+    check(arguments_of(choice, torch.float32))
+
+
+@pytest.mark.parametrize("choice", sliced(HALF_CHOICES), ids=cases.name)
+def test_float16(choice):
+    check(arguments_of(choice, torch.float16))
+
+
+@pytest.mark.parametrize("head_dim", sliced([1, 7, 16, 33]))
+def test_head_dims_are_padded_inside(head_dim):
+    check(helpers.make_inputs(batch=1, heads=1, seqlen_q=20, head_dim=head_dim, head_dim_v=head_dim + 2))
+
+
+GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "learnable_sink")
+
+
+@pytest.mark.parametrize("wanted", sliced([(name,) for name in GRADIENTS] + [("k", "bias"), ("q", "alibi_slopes")]), ids="-".join)
+def test_only_needed_gradients_are_computed(wanted):
+    """Each gradient is the same when it is asked for alone: the kernels leave out what nobody wants."""
+    arguments = helpers.make_inputs(batch=1, heads=2, seqlen_q=20)
+    arguments |= {"bias": torch.randn(1, 1, 1, 20), "alibi_slopes": torch.rand(2), "learnable_sink": torch.randn(2)}
+    leaves = {name: arguments[name].clone().requires_grad_() for name in GRADIENTS}
+    out, _ = triton_attention(**leaves)
+    dout = torch.randn_like(out)
+    everything = dict(zip(GRADIENTS, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))
+    some = {name: x.detach().requires_grad_(name in wanted) for name, x in leaves.items()}
+    alone = torch.autograd.grad(triton_attention(**some)[0], [some[name] for name in wanted], dout)
+    for name, gradient in zip(wanted, alone, strict=True):
+        assert torch.equal(gradient, everything[name]), name
+
+
+@pytest.mark.parametrize("shape", sliced([(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]), ids=str)
+def test_bias_gradient_of_every_broadcast_shape(shape):
+    check({**helpers.make_inputs(heads=2, seqlen_q=20, seqlen_k=36), "bias": torch.randn(shape), "causal": True})
+
+
+def hidden_nan(**changes) -> dict:
+    """Keys and queries that nothing sees hold NaN and infinity; what remains is compared with the same call on clean inputs."""
+    arguments = helpers.make_inputs(batch=1, heads=2, seqlen_q=40, seqlen_k=70)
+    return arguments | changes
+
+
+HIDDEN = {
+    "mask": (hidden_nan(mask=torch.arange(70) % 3 != 1), slice(0), slice(1, None, 3)),
+    "bias": (hidden_nan(bias=torch.where(torch.arange(70) % 3 != 1, 0.0, -torch.inf)), slice(0), slice(1, None, 3)),
+    "lengths": (hidden_nan(seqused_q=torch.tensor([33], dtype=torch.int32), seqused_k=torch.tensor([41], dtype=torch.int32)), slice(33, None), slice(41, None)),
+    "window": (hidden_nan(window_size=(9, 5)), slice(0), slice(0, 20)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", sliced(list(HIDDEN)))
+def test_hidden_values_reach_nothing(how):
+    arguments, queries, keys = HIDDEN[how]
+    spoiled = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    spoiled["k"][:, keys], spoiled["v"][:, keys], spoiled["q"][:, queries] = float("nan"), float("inf"), float("nan")
+    dout = torch.randn(1, 40, 2, 16)
+    spoiled_dout = dout.clone()
+    spoiled_dout[:, queries] = float("nan")
+    clean, got = (
+        helpers.run_with_grads(triton_attention, given, cotangent) for given, cotangent in ((arguments, dout), (spoiled, spoiled_dout))
+    )
+    for one, other in zip((clean.out, clean.lse, *clean.grads.values()), (got.out, got.lse, *got.grads.values()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_scores_near_the_largest_float_survive_a_bias():
+    """Subtracting the maximum comes before the change of base: 3e38 * log2(e) would be infinite. A finite minimum hides nothing."""
+    arguments = helpers.make_inputs(batch=1, heads=1, seqlen_q=5, seqlen_k=40)
+    for level in (3.0e38, torch.finfo(torch.float32).min):
+        out, _ = triton_attention(**arguments, bias=torch.full((5, 40), level))
+        torch.testing.assert_close(out, arguments["v"].mean(1, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen", [1, 40])
+def test_products_far_outside_the_exponent_range(seqlen):
+    """Equal keys give equal weights however large the scores: rounding the maximum in base 2 must not reach the exponentials."""
+    x = torch.full((1, seqlen, 1, 64), 60000.0, dtype=torch.float16)
+    out, lse = triton_attention(q=x, k=x, v=x)
+    assert torch.equal(out, x)
+    torch.testing.assert_close(lse, torch.full_like(lse, 64 * 60000.0**2 / 8.0))
+
+
+def test_sequence_lengths_do_not_reach_the_compiled_kernel():
+    """No runtime number may be specialised: Triton would compile anew for a length of 1 or one that 16 divides."""
+    from tilewise.kernels.triton import bias_gradient, dkdv, dq, forward_pass, launch, row_terms
+
+    for kernel in (
+        forward_pass.attention_forward, row_terms.row_terms, dkdv.attention_dkdv, dq.attention_dq, bias_gradient.bias_gradient
+    ):  # fmt: skip
+        names = [name for name, kind in kernel.fn.__annotations__.items() if kind == "tl.constexpr"]
+        runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]
+        floats = {"scale", "unit", "unit_exact", "softcap", "keep_scale", "lse_scale"}
+        assert set(runtime) - floats <= set(launch.RUNTIME), kernel
