@@ -47,10 +47,10 @@ def bias_gradient(
         span = (len_q, len_k, window_left, window_right)
         lo, _full_lo, _full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
         if (n0 + BLOCK_N > lo) & (n0 < hi):
-            bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+            bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
             mask, slope, drop = None, None, None
             if mask_ptr is not None:
-                mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+                mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
             if slopes_ptr is not None:
                 slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
             if seed_ptr is not None:
@@ -67,12 +67,12 @@ def bias_gradient(
                 tl.load(delta_ptr + rows),
                 load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, True),
                 load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True),
-                offs_m, offs_n, n0, span, (scale, softcap, slope, bias), mask, (unit, unit_exact), drop, keep_scale,
+                offs_m, offs_n, n0, span, (scale, softcap, slope), bias, mask, (unit, unit_exact), drop, keep_scale,
                 BLOCK_N, NATURAL, True, PRECISION, True)  # fmt: skip
             total += ds
     start = dbias_ptr + shared // bias_heads * stride_dbias_b + shared % bias_heads * stride_dbias_h
     inside = (offs_m < size_q)[:, None] & (offs_n < size_k)[None, :]
-    tl.store(matrix_pointers(start, stride_dbias_m, stride_dbias_n, offs_m, offs_n), total, mask=inside)
+    tl.store(matrix_pointers((start, stride_dbias_m, 1 if stride_dbias_n is None else stride_dbias_n), offs_m, offs_n), total, mask=inside)
 
 
 def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, dbias: Tensor) -> None:

@@ -16,6 +16,7 @@ from .tiles import (
     dropout_keep,
     head_of,
     hide_rows,
+    load_matrix,
     load_tile,
     probabilities,
     product_gradient,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_queries(
-    dk, dv, bias_cols, k, v, q, do, row_lse_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, mask, base2, drop, keep_scale,
+    dk, dv, bias_cols, k, v, q, do, row_lse_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, bias, mask, base2, drop, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -46,8 +47,10 @@ def walk_queries(
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
         lse = tl.load(row_lse_ptr + offs_m)
+        bias_tile = load_matrix(bias, offs_m, offs_n, span, True)
+        mask_tile = load_matrix(mask, offs_m, offs_n, span, True)
         qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
-        s, capped = scores(qk, offs_m, offs_n, span, rules, mask, NATURAL, SANITIZE, SANITIZE, True, MASKED)
+        s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, SANITIZE, SANITIZE, True, MASKED)
         p = probabilities(s, lse[None, :], base2, NATURAL)
         do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
         if MASKED and SANITIZE:
@@ -91,14 +94,14 @@ def one_head_dkdv(
     do = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
     bias, mask, slope, drop = None, None, None, None
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules = (scale, softcap, slope, bias)
+    rules = (scale, softcap, slope)
     row = (b * heads + h).to(tl.int64)
     lse, delta = row_lse_ptr + row * (row_blocks * ROW_BLOCK), delta_ptr + row * (row_blocks * ROW_BLOCK)
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -111,7 +114,7 @@ def one_head_dkdv(
     for part in tl.static_range(3):
         if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None))):
             dk, dv, cols = walk_queries(
-                dk, dv, cols, k, v, q, do, lse, delta, offs_n, n0, starts[part], stops[part], span, rules, mask, base2, drop, keep_scale,
+                dk, dv, cols, k, v, q, do, lse, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop, keep_scale,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV, bias_cols_ptr is not None, TMA, TMA_DO,
                 NATURAL, SANITIZE, PRECISION, part != 0)  # fmt: skip
     if bias_cols_ptr is not None:

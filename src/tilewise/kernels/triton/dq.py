@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_keys(
-    dq, bias_rows, slope_rows, q, do, lse, delta, k, v, offs_m, lo, hi, span, rules, mask, base2, drop, keep_scale, dbias,
+    dq, bias_rows, slope_rows, q, do, lse, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -45,7 +45,7 @@ def walk_keys(
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
         ds, s, capped = tile_gradient(
-            q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, mask, base2, drop, keep_scale,
+            q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
             BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
@@ -53,7 +53,7 @@ def walk_keys(
             slope_rows -= tl.sum(ds * distances(offs_m, offs_n, span, False), 1)
         if dbias is not None:
             inside = (offs_m < span[0])[:, None] & (offs_n < len_k)[None, :]
-            tl.store(matrix_pointers(dbias[0], dbias[1], dbias[2], offs_m, offs_n), ds, mask=inside)
+            tl.store(matrix_pointers(dbias, offs_m, offs_n), ds, mask=inside)
         if WANT_DQ:
             if MASKED and SANITIZE:
                 k_tile = hide_rows(k_tile, s != NEG_INF, 0)
@@ -95,16 +95,16 @@ def attention_dq(
     do_head = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
     bias, mask, slope, drop, dbias = None, None, None, None, None
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
     if dbias_ptr is not None:
-        dbias = (dbias_ptr + b * stride_dbias_b + h * stride_dbias_h, stride_dbias_m, stride_dbias_n)
-    rules = (scale, softcap, slope, bias)
+        dbias = (dbias_ptr + b * stride_dbias_b + h * stride_dbias_h, stride_dbias_m, 1 if stride_dbias_n is None else stride_dbias_n)
+    rules = (scale, softcap, slope)
     base2 = (unit, unit_exact)
     rows = bh.to(tl.int64) * size_q + offs_m
     padded_rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
@@ -122,7 +122,7 @@ def attention_dq(
     for part in tl.static_range(3):
         if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
             dq, bias_rows, slope_rows = walk_keys(
-                dq, bias_rows, slope_rows, q, do, lse, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, mask, base2,
+                dq, bias_rows, slope_rows, q, do, lse, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias, mask, base2,
                 drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, dq_ptr is not None, bias_rows_ptr is not None,
                 slope_rows_ptr is not None, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 

@@ -20,6 +20,7 @@ from .tiles import (
     head_of,
     hide_rows,
     key_tile_range,
+    load_matrix,
     load_tile,
     log_sum_exp,
     online_softmax_update,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def attend(
-    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, mask, base2, drop,
+    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -43,8 +44,10 @@ def attend(
     for n0 in tl.range(lo, hi, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
+        bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
+        mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-        s, _ = scores(qk, offs_m, offs_n, span, rules, mask, NATURAL, SANITIZE, True, False, MASKED)
+        s, _ = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, SANITIZE, True, False, MASKED)
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -90,15 +93,15 @@ def attention_forward(
     out_head = (head_of(out_ptr, b, h, stride_ob, stride_oh, ALIGN, False), stride_os * ALIGN, stride_od, b, h)
     bias, mask = None, None
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, stride_bias_n)
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, stride_mask_n)
+        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
     slope, drop = None, None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules = (scale, softcap, slope, bias)
+    rules = (scale, softcap, slope)
     base2 = (unit, unit_exact)
 
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
@@ -115,7 +118,7 @@ def attention_forward(
     for part in tl.static_range(3):
         if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
             acc, l, m = attend(
-                acc, l, m, q, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, mask, base2, drop,
+                acc, l, m, q, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias, mask, base2, drop,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     inside = offs_m < len_q

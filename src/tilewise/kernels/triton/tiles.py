@@ -6,8 +6,8 @@ Optional features arrive as None, which Triton folds away at compile time; relat
 
     source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
     span    (len_q, len_k, window_left, window_right)
-    mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head, col_stride None for neighbours
-    rules   (scale, softcap, slope, bias)
+    mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
+    rules   (scale, softcap, slope)
     base2   (unit, unit_exact)                    what turns raw scores into base-2 exponents, see `to_log2`
     drop    (seed, threshold, b, h)
 
@@ -89,17 +89,23 @@ def used_length(seqused_ptr, b, size):
 
 @triton.jit
 def load_matrix(matrix, offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
-    """A tile of a bias or mask, 0 outside: read along its rows either way round, [M, N] or [N, M]."""
-    ptr, stride_m, stride_n = matrix
-    inside = (offs_m < span[0])[:, None] & (offs_n < span[1])[None, :]
-    tile = tl.load(matrix_pointers(ptr, stride_m, stride_n, offs_m, offs_n), mask=inside, other=0)
-    return tile.T if TRANSPOSED else tile
+    """A tile of a bias or mask, 0 outside, or None: read along its rows either way round, [M, N] or [N, M].
+
+    Called before the product whose scores it meets: the compiler settles a conflict of register layouts in favour of what comes last,
+    and a softmax in the layout of the load would exchange every row between all lanes.
+    """
+    tile = None
+    if matrix is not None:
+        inside = (offs_m < span[0])[:, None] & (offs_n < span[1])[None, :]
+        tile = tl.load(matrix_pointers(matrix, offs_m, offs_n), mask=inside, other=0)
+        tile = tile.T if TRANSPOSED else tile
+    return tile
 
 
 @triton.jit
-def matrix_pointers(ptr, stride_m, stride_n, offs_m, offs_n):
-    cols = offs_n if stride_n is None else offs_n * stride_n
-    return ptr + (offs_m[:, None] * stride_m + cols[None, :])
+def matrix_pointers(matrix, offs_m, offs_n):
+    ptr, stride_m, stride_n = matrix
+    return ptr + (offs_m[:, None] * stride_m + offs_n[None, :] * stride_n)
 
 
 # ---- which tiles are visited, and which need a mask
@@ -153,7 +159,7 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEN
 
 @triton.jit
 def visible(
-    offs_m, offs_n, span, mask, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+    offs_m, offs_n, span, mask_tile, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
     len_q, len_k, window_left, window_right = span
     rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
@@ -164,18 +170,18 @@ def visible(
         seen &= cols >= rows + (len_k - len_q - window_left)
     if window_right is not None:
         seen &= cols <= rows + (len_k - len_q + window_right)
-    if mask is not None:
-        seen &= load_matrix(mask, offs_m, offs_n, span, TRANSPOSED) != 0
+    if mask_tile is not None:
+        seen &= mask_tile != 0
     return seen
 
 
 @triton.jit
 def scores(
-    qk, offs_m, offs_n, span, rules, mask,
+    qk, offs_m, offs_n, span, rules, bias_tile, mask_tile,
     NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf where hidden, and the softcapped products before anything was added (for the derivative of the cap)."""
-    scale, softcap, slope, bias = rules
+    scale, softcap, slope = rules
     s = qk * scale if NATURAL else qk
     if softcap is not None:
         s = softcap * tanh(s / softcap)
@@ -183,11 +189,10 @@ def scores(
     if slope is not None:
         s -= slope * distances(offs_m, offs_n, span, TRANSPOSED)
     if MASKED:
-        seen = visible(offs_m, offs_n, span, mask, CHECK_ROWS, CHECK_COLS, TRANSPOSED)
-        if bias is not None:
-            added = load_matrix(bias, offs_m, offs_n, span, TRANSPOSED).to(tl.float32)
-            seen &= added != NEG_INF
-            s += added
+        seen = visible(offs_m, offs_n, span, mask_tile, CHECK_ROWS, CHECK_COLS, TRANSPOSED)
+        if bias_tile is not None:
+            seen &= bias_tile != NEG_INF
+            s += bias_tile.to(tl.float32)
         # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
         s = tl.where(seen, s, NEG_INF)
     return s, capped
@@ -299,12 +304,14 @@ def product_gradient(ds, capped, rules):
 
 @triton.jit
 def tile_gradient(
-    q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, mask, base2, drop, keep_scale,
+    q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
     BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
+    bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
+    mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
-    s, capped = scores(qk, offs_m, offs_n, span, rules, mask, NATURAL, CHECK_ROWS, True, False, MASKED)
+    s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, CHECK_ROWS, True, False, MASKED)
     p = probabilities(s, lse[:, None], base2, NATURAL)
     dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
     if drop is not None:
