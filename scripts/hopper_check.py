@@ -95,33 +95,38 @@ def groups() -> dict[str, list[Case]]:
                 replace(base, sizes=(777, 777), dtype=FP16, spread=6.0),
             ]
         )
+    # Each group compiles its variants one after the other, so that groups are small and run side by side.
     small = Case(sizes=(333, 333))
-    found["dims"] = [
-        replace(small, dim=d, dim_v=dv, right=0, layout="bshd")
-        for d, dv in ((16, 16), (24, 24), (40, 40), (64, 128), (72, 72), (80, 80), (96, 96), (104, 104), (128, 64), (160, 160))
-    ] + [replace(small, dim=d, dim_v=dv) for d, dv in ((8, 8), (192, 192), (200, 200), (248, 248), (128, 256), (256, 64))]
-    found["windows"] = [
-        *expand(small, dim=(64, 128, 256), sizes=((333, 333), (200, 900), (900, 200)), left=(0, 100), right=(-1, 0, 70)),
-        replace(small, left=5, right=5, sizes=(64, 2000), poison=True),
-        replace(small, left=64, right=0, sizes=(100, 3000), poison=True),
-        replace(small, left=700, right=0, sizes=(2048, 2048), heads=8, heads_k=2),
-    ]
-    found["lengths"] = expand(
-        replace(small, lengths_q=(333, 100), lengths_k=(333, 77), poison=True), dim=(64, 128, 256), right=(-1, 0), left=(-1, 50)
-    ) + expand(
+    narrow = ((16, 16), (24, 24), (40, 40), (64, 128), (72, 72), (80, 80), (96, 96))
+    wide = ((128, 64), (160, 160), (192, 192), (200, 200), (128, 256), (256, 64))
+    found["dims narrow"] = [replace(small, dim=d, dim_v=dv, right=0, layout="bshd") for d, dv in narrow]
+    found["dims wide"] = [replace(small, dim=d, dim_v=dv) for d, dv in wide]
+    for dim in (64, 128, 256):
+        base = replace(small, dim=dim)
+        found[f"windows d{dim}"] = [
+            *expand(base, sizes=((333, 333), (200, 900), (900, 200)), left=(0, 100), right=(-1, 0, 70)),
+            replace(base, left=5, right=5, sizes=(64, 2000), poison=True),
+            replace(base, left=64, right=0, sizes=(100, 3000), poison=True),
+            replace(base, left=700, right=0, sizes=(2048, 2048), heads=8, heads_k=2),
+        ]
+        found[f"lengths d{dim}"] = expand(
+            replace(base, lengths_q=(333, 100), lengths_k=(333, 77), poison=True), right=(-1, 0), left=(-1, 50)
+        )
+        found[f"transforms d{dim}"] = expand(base, softcap=(0.0, 15.0), alibi=(False, True), right=(-1, 0))
+        found[f"outputs d{dim}"] = expand(base, out_dtype=(FP32,), right=(-1, 0))
+    found["lengths of all kinds"] = expand(
         replace(small, batch=4, sizes=(200, 500), poison=True),
         lengths_k=((0, 1, 500, 499), (128, 129, 64, 0)),
         lengths_q=((), (0, 200, 1, 128)),
         right=(-1, 0),
     )
-    found["rules"] = (
-        expand(small, dim=(64, 128, 256), softcap=(0.0, 15.0), alibi=(False, True), right=(-1, 0))
-        + expand(small, sink=(True,), right=(-1, 0), sizes=((333, 333), (300, 77)))
+    found["sinks and scales"] = (
+        expand(small, sink=(True,), right=(-1, 0), sizes=((333, 333), (300, 77)))
         + expand(small, scale=(-0.1, 1e-3), right=(-1, 0))
         + [replace(small, explicit_zero_scale=True, right=0)]
-        + expand(small, sink=(True,), softcap=(20.0,), alibi=(True,), left=(90,), right=(0,), lengths_k=((333, 200),), dim=(64, 128))
-        + expand(small, out_dtype=(FP32,), right=(-1, 0), dim=(64, 72, 128, 192, 256))
     )
+    everything = replace(small, sink=True, softcap=20.0, alibi=True, left=90, right=0, lengths_k=(333, 200), poison=True)
+    found["everything"] = expand(everything, dim=(64, 128, 256))
     return found
 
 
@@ -428,7 +433,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=240, help="seconds for everything")
     parser.add_argument("--check-limit", type=float, default=150, help="seconds for the checks")
-    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--groups", default="", help="comma-separated beginnings of group names; empty: all")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
