@@ -125,6 +125,8 @@ VMAPPED = ("q", "k", "v", "bias", "mask", "alibi_slopes", "learnable_sink", "seq
 
 MAPPED = [*((name,) for name in VMAPPED), ("q", "k", "v"), ("q", "mask"), ("k", "bias", "seqused_k"), VMAPPED]
 
+MAPPED_ALONE = [("q",), ("k", "v"), ("mask",), ("alibi_slopes",), ("q", "k", "v", "alibi_slopes", "seqused_k")]
+
 
 def vmap_inputs(size: int = 3) -> tuple[dict[str, Any], dict[str, Any]]:
     """A call, and for each tensor of it `size` different ones stacked in front."""
@@ -147,17 +149,20 @@ def vmap_inputs(size: int = 3) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @both_backends
+@pytest.mark.parametrize("beside", ["nothing", "everything"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "names", [*((name,) for name in VMAPPED), ("q", "k", "v"), ("q", "mask"), ("k", "bias", "seqused_k"), VMAPPED], ids="-".join
-)
-def test_vmap_over_each_argument(names: tuple[str, ...], dropout: float, backend: str) -> None:
-    """B143: equal to a loop, whichever arguments are mapped, along whichever dimension."""
+@pytest.mark.parametrize("names", MAPPED, ids="-".join)
+def test_vmap_over_each_argument(names: tuple[str, ...], dropout: float, beside: str, backend: str) -> None:
+    """B143: equal to a loop, whichever arguments are mapped, along whichever dimension, few or many others beside them."""
     fixed, stacked = vmap_inputs()
+    aux_names: tuple[str, ...] = EVERY_AUX
+    if beside == "nothing":  # what a batching rule may turn into one larger batch
+        fixed = {name: x for name, x in fixed.items() if name in ("q", "k", "v", "dropout_seed")}
+        aux_names = ("lse", "entropy", "key_mass")
 
     def call(mapped: dict[str, Any]) -> Any:
-        out, aux = attention(**{**fixed, **mapped}, causal=True, dropout_p=dropout, backend=backend, return_aux=EVERY_AUX)
-        return out, *aux
+        out, aux = attention(**{**fixed, **mapped}, causal=True, dropout_p=dropout, backend=backend, return_aux=aux_names)
+        return out, *(x for x in aux if x is not None)
 
     loop = [call({name: stacked[name][n] for name in names}) for n in range(3)]
     expected = [torch.stack(parts) for parts in zip(*loop, strict=True)]
@@ -166,6 +171,30 @@ def test_vmap_over_each_argument(names: tuple[str, ...], dropout: float, backend
     last = {name: stacked[name].movedim(0, -1) for name in names}
     for a, b in zip(torch.func.vmap(call, in_dims=-1, out_dims=0)(last), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    "mapped", [("q",), ("k", "v"), ("mask",), ("alibi_slopes",), ("q", "k", "v", "alibi_slopes", "seqused_k")], ids="-".join
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_vmap_of_grad_alone(mapped: tuple[str, ...], dropout: float, backend: str) -> None:
+    """Per-sample gradients of q, k and v where nothing else has one, so that the backward pass may be one larger batch."""
+    fixed, stacked = vmap_inputs()
+    names = {"q", "k", "v", *mapped} | ({"dropout_seed"} if dropout else set())
+    given = {name: (stacked if name in mapped else fixed)[name] for name in VMAPPED if name in names}
+
+    def loss(qkv: dict[str, Tensor], rest: dict[str, Tensor]) -> Tensor:
+        return attention(**qkv, **rest, causal=True, dropout_p=dropout, backend=backend).sin().sum()
+
+    qkv, rest = ({name: x for name, x in given.items() if (name in ("q", "k", "v")) is first} for first in (True, False))
+    dims = tuple({name: 0 if name in mapped else None for name in part} for part in (qkv, rest))
+    got = torch.func.vmap(torch.func.grad(loss), in_dims=dims)(qkv, rest)
+    for n in range(3):
+        leaves, others = ({name: (x[n] if name in mapped else x).clone() for name, x in part.items()} for part in (qkv, rest))
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        for name, b in zip(leaves, torch.autograd.grad(loss(leaves, others), list(leaves.values())), strict=True):
+            torch.testing.assert_close(got[name][n], b, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @both_backends
