@@ -61,6 +61,18 @@ def test_a_row_of_finfo_min_is_finite(report: str, dtype: torch.dtype, backend: 
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
 
 
+@report(4)
+@both_backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("low", ["finfo.min", "-1e9", "-1e30"])
+def test_a_row_of_low_finite_biases_has_the_gradients_of_its_average(report: str, low: str, dtype: torch.dtype, backend: str) -> None:
+    """The LSE of such a row rounds away the logarithm of the number of keys; the probabilities in backward must sum to 1 all the same."""
+    x = make_inputs(1, 3, 40, heads=1, head_dim=8, dtype=dtype)
+    bias = torch.zeros(3, 40, dtype=dtype)
+    bias[0] = torch.finfo(dtype).min if low == "finfo.min" else float(low)
+    compare({**x, "bias": bias}, backend, with_lse=False)
+
+
 @report(5)
 @both_backends
 @dtypes
