@@ -93,26 +93,33 @@ def attention_full(
     elif mask is not None:
         visible = visible & mask.dense(batch, heads, seqlen_q, seqlen_k, len_q=len_q, len_k=len_k, device=device)
 
-    # A key that no query sees, or a query that sees no key, is replaced: whatever it holds goes nowhere.
-    q = torch.where(visible.any(3)[..., None], q, 0.0)
-    k = torch.where(visible.any(2)[..., None], k, 0.0)
-    v = torch.where(visible.any(2)[..., None], v, 0.0)
+    if bias is not None:
+        visible = visible & (bias != NEG_INF)
 
     # Scores, in the order: scale, softcap, bias and ALiBi, score function, mask.
     scale = softmax_scale if softmax_scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else 1.0)
-    s = scale * (q @ k.transpose(-1, -2))
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias.to(compute_dtype)
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(compute_dtype).reshape(-1, heads)[..., None, None]  # (B or 1, Hq, 1, 1)
-        s = s - slopes * (p - j).abs()
-    if score_mod is not None:
+    slopes = None if alibi_slopes is None else alibi_slopes.to(compute_dtype).reshape(-1, heads)[..., None, None]  # (B or 1, Hq, 1, 1)
+
+    def scores(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores with -inf where hidden, what is visible in the end, and v, with what nobody sees replaced: it goes nowhere."""
+        seen_q, seen_k = visible.any(3)[..., None], visible.any(2)[..., None]
+        s = scale * (torch.where(seen_q, q, 0.0) @ torch.where(seen_k, k, 0.0).transpose(-1, -2))
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap)
+        if bias is not None:
+            s = s + bias.to(compute_dtype)
+        if slopes is not None:
+            s = s - slopes * (p - j).abs()
+        if score_mod is not None:
+            visible = visible & (s != NEG_INF)
+            s = _apply_score_mod(score_mod, torch.where(visible, s, 0.0), b, h, i, j)
         visible = visible & (s != NEG_INF)
-        s = _apply_score_mod(score_mod, torch.where(visible, s, 0.0), b, h, i, j)
-    visible = visible & (s != NEG_INF)
-    s = torch.where(visible, s, NEG_INF)
+        return torch.where(visible, s, NEG_INF), visible, torch.where(seen_k, v, 0.0)
+
+    # A score of -inf hides too, and what it hides is known only from the scores: so the scores are taken twice.
+    with torch.no_grad():
+        _, visible, _ = scores(visible)
+    s, visible, v = scores(visible)
 
     # Softmax; the sink is a key without a value.
     sees = visible.any(3)
