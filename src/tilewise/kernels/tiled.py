@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
-from .chunks import NEG_INF, Chunk, TileSizes, chunks, distances, indices, key_tiles, pieces, program
+from .chunks import NEG_INF, Chunk, TileSizes, chunks, distances, host_reads, indices, key_tiles, pieces, program
 from .philox import keep_mask
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -249,7 +249,11 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
     lse = finite_or_empty(c, lse)
     q = load_queries(c, t.q, i, empty) * r.softmax_scale
     dout = None if cot.dout is None else load_queries(c, cot.dout, i, empty)
-    delta = row_terms(c, i, q, lse, empty, dout, saved, cot)
+    weight = row_weights(c, i, q, lse)
+    delta = row_terms(c, i, q, lse, empty, dout, saved, cot, weight)
+    if weight is not None:
+        delta.mul_(weight)
+        dout = None if dout is None else dout * weight
     if grads.dsink is not None:
         add_sink_gradient(c, lse, delta, grads.dsink)
     if dout is not None and r.dropout_p > 0:
@@ -261,6 +265,8 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
         k = load_keys(c, t.k, j, hidden)
         tile = scores(c, q, k, i, j, hidden, keep=True)
         daux = auxiliary_cotangents(c, i, j, tile.s, lse, cot)
+        if daux is not None and weight is not None:
+            daux.mul_(weight)
         p = probabilities(tile.s if daux is not None else tile.s.sub_(lse))
         kept = dropout_bits(c, p, i, j) if r.dropout_p > 0 else None
         dp = None
@@ -285,7 +291,31 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
         grads.dq[c.b, c.heads, i] = c.per_head(dq.mul_(r.softmax_scale))
 
 
-def row_terms(c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: Tensor | None, saved: Saved, cot: Cotangents) -> Tensor:
+def row_weights(c: Chunk, i: slice, q: Tensor, lse: Tensor) -> Tensor | None:
+    """1 / sum_j exp(s_ij - lse_i), (C, R, 1), where that is not 1 within rounding; None where it is for every row.
+
+    -1e9 + ln 4 is -1e9 in float32: the LSE of a row of very low (or high) scores has lost the logarithm of its sum. The factor belongs to
+    the row, so it is given to dout and D_i instead of to every probability.
+    """
+    if host_reads(lse.device):
+        large = 2.0 ** (40 if lse.dtype == torch.float64 else 11)  # from here on a last digit is 1e-4 or more
+        if not bool(((lse.abs() > large) & lse.isfinite()).any()):
+            return None
+    elif c.t.bias is None and not c.r.score_mod:
+        return None
+    total = torch.zeros_like(lse)
+    for j, hidden in key_tiles(c, i):
+        s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
+        total.add_(probabilities(s.sub_(lse)).sum(-1, keepdim=True))
+    if c.t.sink is not None:
+        sink = c.per_key_tile(c.t.sink[c.heads].to(c.dtype).view(1, -1, 1, 1).expand_as(c.per_head(lse)))
+        total.add_((sink - lse).exp_())
+    return total.reciprocal_().masked_fill_(total == 0, 0.0)
+
+
+def row_terms(
+    c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: Tensor | None, saved: Saved, cot: Cotangents, weight: Tensor | None
+) -> Tensor:
     """D_i = sum_j p_ij dp_ij - dlse_i, (C, R, 1): the part of dS that a whole row shares. sum_j p_ij (dout_i . v_j) is out_i . dout_i."""
     delta = torch.zeros_like(lse)
     if dout is not None:
@@ -297,7 +327,8 @@ def row_terms(c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: T
             s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
             daux = auxiliary_cotangents(c, i, j, s, lse, cot)
             assert daux is not None
-            delta.add_(daux.mul_(probabilities(s)).sum(-1, keepdim=True))
+            share = daux.mul_(probabilities(s)).sum(-1, keepdim=True)
+            delta.add_(share if weight is None else share.mul_(weight))
     return delta
 
 
