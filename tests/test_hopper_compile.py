@@ -73,7 +73,6 @@ SPILLS = {
 
 # Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at head dim 256.
 RELOADS = {"d64 full, three consumers": 2, "d256 everything": 32}
-
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
 
 
@@ -125,7 +124,7 @@ def check(name: str, v: Variant) -> None:
         reloads = sum("LDL" in line or "STL" in line for line in body)
         assert reloads <= RELOADS.get(name, 0), "spills inside the loop over key blocks"
         if v.tile.overlap:
-            assert exponentials_between_waits(body) >= 0.9 * exponentials, "ptxas moved the exponentials out from under the PV product"
+            assert exponentials_between_waits(body) >= exponentials, "ptxas moved the exponentials out from under the PV product"
 
 
 @pytest.mark.parametrize("name", SAMPLE)

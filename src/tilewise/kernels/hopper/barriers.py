@@ -87,6 +87,26 @@ def wait(barrier, phase):
 
 
 @jit
+def wait_behind(barrier, phase, sums):
+    """`wait`, which no pass may move above the computation of `sums` (float32, two a thread, not negative).
+
+    The exit condition asks whether a sum is negative. None is, but ptxas does not know: what the sums are made of stays above the wait.
+    The vote tells it that the answer is the same in the whole warp; else it gives up uniform registers for the rest of the loop.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.lt.f32 q, $2, 0f00000000; setp.lt.or.f32 q, $3, 0f00000000, q; "
+        "vote.sync.any.pred q, q, 0xffffffff; "
+        "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$4], $6; or.pred p, p, q; @!p bra.uni AGAIN; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,f,f,r,r,r,r",
+        [sums, barrier, phase],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@jit
 def arrive(barrier, thread):
     """One arrival for the whole warp group; only right behind a wgmma wait (or another barrier) of all its warps."""
     gl.inline_asm_elementwise(

@@ -33,6 +33,7 @@ from .barriers import (
     take_turn,
     thread_in_warpgroup,
     wait,
+    wait_behind,
 )
 from .gluon_api import (
     BarrierLayout,
@@ -331,9 +332,9 @@ def attend_block(
         if needs_mask(C, block, plain_first, plain_end):
             s = mask_scores(C, p, tile, block, row, s)
     m_i, l_i, next_prob, alpha = online_softmax_update(C, p, s, m_i, l_i)
-    # This wait, for the V tile of the *next* product, is here for its basic-block edge: without one ptxas hoists the wait for the
-    # running product above the exponentials, and nothing overlaps.
-    wait(base + 8 * (C.v_full + k_stage), phase)
+    # This wait, for the V tile of the *next* product, is here for its basic-block edge behind the exponentials: without it ptxas puts
+    # the wait for the running product above them, and nothing overlaps.
+    wait_behind(base + 8 * (C.v_full + k_stage), phase, l_i)
     if C.tile.overlap:
         acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
         arrive(base + 8 * (C.v_empty + v_stage), thread)
