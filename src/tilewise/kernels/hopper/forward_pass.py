@@ -70,8 +70,6 @@ from .walk import (
 
 # An arrival count that only the marker of the V tiles has, by which the launcher finds them in the PTX.
 V_MARK = gl.constexpr(29_789)
-# A row keeps its old maximum until a score exceeds it by this many powers of 2: P stays below 256, far from fp16's limit.
-SLACK_LOG2 = gl.constexpr(8.0)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -242,19 +240,29 @@ def row_maxima(x):
 
 
 @jit
-def exponent_offset(C: gl.constexpr, p, m_i):
-    """m_i in base 2; 0 where a row has seen nothing, so that exp2(-inf - 0) is 0 and not NaN."""
+def exponents(C: gl.constexpr, p, s, m_i):
+    """Scores as exponents of 2 below the maximum of their row: exactly 0 where s = m_i, and -inf where a row has seen nothing.
+
+    A multiply-add each. Past 2^27 the rounded product m_i * exp_scale would shift a whole row by more than an exponential can hold; there a
+    power of two not below exp_scale stands in for it, whose product is exact: scores that differ at all differ by so much that only those
+    equal to the maximum count.
+    """
+    bits = p.exp_scale.to(gl.int32, bitcast=True)
+    power_of_two = ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
     offset = m_i * p.exp_scale
+    huge = gl.maximum(offset, -offset) > 134217728.0
+    unit = gl.where(huge, power_of_two, p.exp_scale)
+    offset = gl.where(huge, m_i * power_of_two, offset)
     if C.may_be_empty:
         offset = gl.where(m_i == float("-inf"), 0.0, offset)
-    return offset
+    return s * unit[:, None] - offset[:, None]
 
 
 @jit
 def first_softmax(C: gl.constexpr, p, s):
     """m_i [64], l_i [64, 4] and P [64, block_n] of a row's first block."""
     m_i = row_maxima(s)
-    probability = gl.exp2(s * p.exp_scale - exponent_offset(C, p, m_i)[:, None])
+    probability = gl.exp2(exponents(C, p, s, m_i))
     return m_i, partial_row_sums(probability), probability
 
 
@@ -262,13 +270,14 @@ def first_softmax(C: gl.constexpr, p, s):
 def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
     """One block more: new m_i and l_i, P, and the factor alpha that the accumulator still needs.
 
-    The maximum only moves when a score exceeds it by SLACK_LOG2; alpha is then exactly 1 for most blocks and `rescale` skips its products.
+    Where the maximum stays, alpha is exactly 1, and `rescale` skips its products if it stays in every row of a warp. The maximum is always
+    the true one, so that the largest probability is exactly 1: letting it lag behind would skip more, and round that one too.
     """
     m_block = row_maxima(s)
-    grows = (m_block - m_i) * p.exp_scale > SLACK_LOG2
+    grows = m_block > m_i
     alpha = gl.exp2(gl.where(grows, (m_i - m_block) * p.exp_scale, 0.0))
     m_i = gl.where(grows, m_block, m_i)
-    probability = gl.exp2(s * p.exp_scale - exponent_offset(C, p, m_i)[:, None])
+    probability = gl.exp2(exponents(C, p, s, m_i))
     block_sum = partial_row_sums(probability)
     l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, block_sum.type.layout))[:, None] + block_sum
     return m_i, l_i, probability, alpha
