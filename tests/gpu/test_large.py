@@ -1,7 +1,8 @@
 """Sizes at which other libraries broke: offsets beyond 31 bits, grids beyond 16, very long sequences, and memory that must stay O(N)."""
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 import math
 
 import pytest
