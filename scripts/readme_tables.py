@@ -68,6 +68,8 @@ def features(dtype: torch.dtype) -> dict[str, tuple[plan.Operands, plan.Rules, p
         "ALiBi": (replace(plain, alibi_slopes=heads[None]), causal, request),
         "learnable sink": (replace(plain, sink=heads), causal, request),
         "boolean mask tensor": (replace(plain, mask=tensor(2, 1, 256, 256, dtype=torch.bool)), rules, request),
+        "mask rules other than windows": (plain, replace(rules, mask_mod="q_idx >= kv_idx"), request),
+        "score functions": (plain, replace(causal, score_mod="score * 2.0"), request),
         "additive bias": (replace(plain, bias=tensor(1, 8, 256, 256)), rules, request),
         "dropout": (plain, replace(causal, dropout_p=0.1), request),
         "gradient of the LSE": (plain, causal, replace(request, dlse=True)),
