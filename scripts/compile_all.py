@@ -32,8 +32,8 @@ TARGETS = {
     "sm120": ("cuda", 120, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-KERNELS = ("attention_forward", "row_terms", "attention_dkdv", "attention_dq", "bias_gradient")
-PURPOSE = {"attention_forward": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
+KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient")
+PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
 FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "everything")
 
 
@@ -61,11 +61,12 @@ def kernels_package(source: Path = SOURCES):
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, row_terms
+    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, lse_rest, row_terms
 
     return configs, {
         "attention_forward": forward_pass.attention_forward,
         "row_terms": row_terms.row_terms,
+        "lse_rest": lse_rest.lse_rest,
         "attention_dkdv": dkdv.attention_dkdv,
         "attention_dq": dq.attention_dq,
         "bias_gradient": bias_gradient.bias_gradient,
@@ -84,13 +85,15 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     block = configs.padded(case.head_dim)
     constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
     config = None
+    named = {"window": "window_left", "seqused": "lengths"}
+    used = frozenset(named.get(feature, feature) for feature in FEATURES if case.has(feature))
     if case.kernel in PURPOSE:
-        config = configs.choose(case.target, configs.SHARED_LIMIT[case.target], case.bits, PURPOSE[case.kernel], block, block)
+        config = configs.choose(case.target, configs.SHARED_LIMIT[case.target], case.bits, PURPOSE[case.kernel], used, block, block)
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     else:
         constants |= {"BLOCK_M": 64}
-    tma = bool(config and config.descriptors)
-    natural = case.bits == 32 or case.has("bias", "softcap", "alibi")
+    tma = bool(config and config.descriptors and case.kernel != "lse_rest")
+    natural = case.bits == 32 or case.has("bias", "softcap", "alibi") or case.kernel in ("lse_rest", "bias_gradient")
     constants |= {
         "ALIGN": 128 // case.bits,
         "TMA": tma,
@@ -101,7 +104,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "GROUPED": case.has("gqa"),
         "BIAS_ROWS": False,
     }
-    bias = case.has("bias")
+    bias = case.has("bias") or case.kernel in ("lse_rest", "bias_gradient")
     optional = {
         "bias_ptr": f"*{case.dtype}" if bias else None,
         "mask_ptr": "*u8" if case.has("mask") else None,
@@ -115,6 +118,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "window_left": "i32" if case.has("window") else None,
         "window_right": "i32" if case.has("causal", "window") else None,
         "dlse_ptr": None,
+        "rest_ptr": "*fp32" if bias or case.kernel == "lse_rest" else None,
         "dbias_ptr": "*fp32" if case.kernel == "bias_gradient" else None,
         "bias_rows_ptr": None,
         "bias_cols_ptr": "*fp32" if bias and case.kernel == "attention_dkdv" else None,

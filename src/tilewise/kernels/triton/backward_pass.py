@@ -39,17 +39,17 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
         bias_tiles = dbias.zero_()  # tiles that nothing sees are not visited
 
     with call.device_guard():
-        row_lse, delta = row_terms_of(call, t, saved, dout, cot.dlse, grads.dsink)
+        rows = row_terms_of(call, t, saved, dout, cot.dlse, grads.dsink)
         # The kernels below read dO again and again: rows that do not start on 16 bytes would cost more than one copy.
         dout = dout.to(t.q.dtype)
         if alignment(dout) == 1:
             dout = dout.contiguous()
         if grads.dk is not None or grads.dv is not None or bias_cols is not None:
-            launch_dkdv(call, t, dout, row_lse, delta, grads, bias_cols)
+            launch_dkdv(call, t, dout, rows, grads, bias_cols)
         if any(x is not None for x in (grads.dq, bias_rows, slope_rows, bias_tiles)):
-            launch_dq(call, t, dout, row_lse, delta, grads.dq, bias_rows, slope_rows, bias_tiles)
+            launch_dq(call, t, dout, rows, grads.dq, bias_rows, slope_rows, bias_tiles)
         if dbias is not None and all(x is None for x in (bias_rows, bias_cols, bias_tiles)):
-            launch_bias_gradient(call, t, dout, row_lse, delta, dbias)
+            launch_bias_gradient(call, t, dout, rows, dbias)
         for partial in (bias_rows, bias_cols):
             if dbias is not None and partial is not None:
                 reduce_into(dbias, partial)

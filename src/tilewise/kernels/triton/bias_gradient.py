@@ -10,6 +10,7 @@ import triton.language as tl
 from . import configs
 from .configs import DBIAS
 from .launch import RUNTIME, Launch, alignment, matrix_strides, strides
+from .row_terms import RowTerms
 from .tiles import ROW_BLOCK, head_of, key_tile_range, load_tile, matrix_pointers, tile_gradient, used_length
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=RUNTIME)
 def bias_gradient(
-    q_ptr, k_ptr, v_ptr, do_ptr, row_lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, row_lse_ptr, rest_ptr, delta_ptr,
     dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n,
     bias_batch, bias_heads, shared_batch, shared_heads,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
@@ -64,6 +65,7 @@ def bias_gradient(
                 load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, False, True),
                 load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True),
                 tl.load(row_lse_ptr + rows),
+                tl.load(rest_ptr + rows),
                 tl.load(delta_ptr + rows),
                 load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, True),
                 load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True),
@@ -75,7 +77,7 @@ def bias_gradient(
     tl.store(matrix_pointers((start, stride_dbias_m, 1 if stride_dbias_n is None else stride_dbias_n), offs_m, offs_n), total, mask=inside)
 
 
-def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, dbias: Tensor) -> None:
+def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, dbias: Tensor) -> None:
     """Fill ``dbias``, (B or 1, Hq or 1, Sq, Sk)."""
     config = call.config(DBIAS)
     align = alignment(t.q, t.k, t.v, dout)
@@ -86,8 +88,9 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, row_lse: Tenso
         t.k,
         t.v,
         dout,
-        row_lse,
-        delta,
+        rows.lse,
+        rows.rest,
+        rows.delta,
         dbias,
         *matrix_strides(dbias),
         batch,
@@ -99,6 +102,6 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, row_lse: Tenso
         *strides(t.v, align),
         *strides(dout, align),
         **call.rule_arguments(),
-        row_blocks=row_lse.shape[2] // configs.ROW_BLOCK,
+        row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         **call.constants(config, align, False),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...plan import Target
+    from ...plan import Operands, Rules, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,23 @@ FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
 ROW_BLOCK = 128
 
 # Shared memory of one block in bytes, as the driver grants it.
-SHARED_LIMIT = {"sm80": 166_912, "sm86": 101_376, "sm90": 232_448, "sm100": 232_448, "sm120": 101_376, "gfx942": 65_536, "interpreter": 1 << 30}
+SHARED_LIMIT = {
+    "sm80": 166_912,
+    "sm86": 101_376,
+    "sm90": 232_448,
+    "sm100": 232_448,
+    "sm120": 101_376,
+    "gfx942": 65_536,
+    "interpreter": 1 << 30,
+}
+
+# Calls with one of these hold more in registers than the tiles of `TABLE` leave; they take those of `HEAVY_TABLE` where it has any.
+HEAVY = {
+    FORWARD: {"mask", "bias", "dropout"},
+    DKDV: {"mask", "bias", "dropout", "softcap", "alibi", "window_left", "lengths"},
+    DQ: {"mask", "bias", "dropout"},
+    DBIAS: set(),
+}
 
 # (architecture, bits, pass) -> {largest padded head dim: config}
 TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
@@ -68,6 +84,17 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("gfx942", 32, DKDV): {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 16, 4, 1)},
     ("gfx942", 32, DQ): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
 }
+HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
+    ("sm90", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
+    ("sm90", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(32, 64, 8, 2, True), 256: Config(32, 64, 8, 1, True)},
+    ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
+    ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
+    ("sm100", 16, DKDV): {64: Config(64, 64, 8, 2, True), 128: Config(32, 64, 8, 2, True), 256: Config(32, 64, 8, 1, True)},
+    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(64, 64, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
+    ("sm80", 16, FORWARD): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
+    ("sm80", 16, DKDV): {64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 1)},
+    ("sm80", 16, DQ): {64: Config(64, 32, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 1)},
+}
 # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
 TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DKDV, DQ, DBIAS)}
 # A bias that heads share is rare enough for one row: small tiles, which fit everywhere.
@@ -77,6 +104,8 @@ for _bits in (16, 32):
     for _pass in (FORWARD, DKDV, DQ):
         TABLE["sm86", _bits, _pass] = TABLE["sm80", _bits, _pass]
         TABLE["sm120", _bits, _pass] = TABLE["sm80", _bits, _pass]
+for _pass in (FORWARD, DKDV, DQ):
+    HEAVY_TABLE["sm86", 16, _pass] = HEAVY_TABLE["sm120", 16, _pass] = HEAVY_TABLE["sm80", 16, _pass]
 
 # Where the table's choice does not fit: the first of these that does.
 SMALLER = (Config(64, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1))
@@ -121,9 +150,18 @@ def shared_limit(target: Target) -> int:
     return target.shared_memory or SHARED_LIMIT[architecture(target)]
 
 
+def features(t: Operands, r: Rules) -> frozenset[str]:
+    """What of a call decides between the tables."""
+    given = {"mask": t.mask is not None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
+    given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
+    given["lengths"] = t.seqused_q is not None or t.seqused_k is not None
+    return frozenset(name for name, on in given.items() if on)
+
+
 @functools.cache
-def choose(arch: str, limit: int, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
+def choose(arch: str, limit: int, bits: int, purpose: str, used: frozenset[str], block_d: int, block_dv: int) -> Config:
     """The table's config, or the first smaller one whose shared memory is within ``limit`` bytes."""
-    row = TABLE[arch, bits, purpose]
+    key = arch, bits, purpose
+    row = HEAVY_TABLE.get(key, TABLE[key]) if used & HEAVY[purpose] else TABLE[key]
     candidates = (row[min(dim for dim in row if dim >= max(block_d, block_dv))], *SMALLER)
     return next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, bits, purpose, block_d, block_dv) <= limit)

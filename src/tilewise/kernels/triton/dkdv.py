@@ -10,6 +10,7 @@ import triton.language as tl
 from . import configs
 from .configs import DKDV
 from .launch import RUNTIME, Launch, alignment, describable, source, strides
+from .row_terms import RowTerms
 from .tiles import (
     NEG_INF,
     ROW_BLOCK,
@@ -35,15 +36,17 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_queries(
-    dk, dv, bias_cols, k, v, q, do, row_lse_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, bias, mask, base2, drop, keep_scale,
+    dk, dv, bias_cols, k, v, q, do, row_lse_ptr, rest_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, bias, mask, base2, drop, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
+    # A masked stretch has few tiles: without a pipeline it leaves registers to the stretch that matters.
+    EDGE: tl.constexpr = MASKED and bias is None and mask is None
     len_q = span[0]
-    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if MASKED else None):
+    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
         lse = tl.load(row_lse_ptr + offs_m)
@@ -51,7 +54,10 @@ def walk_queries(
         mask_tile = load_matrix(mask, offs_m, offs_n, span, True)
         qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
         s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, SANITIZE, SANITIZE, True, MASKED)
-        p = probabilities(s, lse[None, :], base2, NATURAL)
+        rest = None
+        if rest_ptr is not None:
+            rest = tl.load(rest_ptr + offs_m)[None, :]
+        p = probabilities(s, lse[None, :], rest, base2, NATURAL)
         do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
         if MASKED and SANITIZE:
             q_tile = hide_rows(q_tile, s != NEG_INF, 0)
@@ -78,7 +84,7 @@ def walk_queries(
 
 @triton.jit
 def one_head_dkdv(
-    dk, dv, k, v, q_ref, do_ref, row_lse_ptr, delta_ptr, bias_cols_ptr,
+    dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
@@ -89,7 +95,7 @@ def one_head_dkdv(
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
-    len_q, len_k, window_left, window_right = span
+    len_k, window_left, window_right = span[1], span[2], span[3]
     q = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
     do = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
     bias, mask, slope, drop = None, None, None, None
@@ -104,6 +110,9 @@ def one_head_dkdv(
     rules = (scale, softcap, slope)
     row = (b * heads + h).to(tl.int64)
     lse, delta = row_lse_ptr + row * (row_blocks * ROW_BLOCK), delta_ptr + row * (row_blocks * ROW_BLOCK)
+    rest = None
+    if rest_ptr is not None:
+        rest = rest_ptr + row * (row_blocks * ROW_BLOCK)
     offs_n = n0 + tl.arange(0, BLOCK_N)
     cols = tl.zeros([BLOCK_N], tl.float32)
     DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
@@ -114,8 +123,8 @@ def one_head_dkdv(
     for part in tl.static_range(3):
         if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None))):
             dk, dv, cols = walk_queries(
-                dk, dv, cols, k, v, q, do, lse, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop, keep_scale,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV, bias_cols_ptr is not None, TMA, TMA_DO,
+                dk, dv, cols, k, v, q, do, lse, rest, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop,
+                keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV, bias_cols_ptr is not None, TMA, TMA_DO,
                 NATURAL, SANITIZE, PRECISION, part != 0)  # fmt: skip
     if bias_cols_ptr is not None:
         tl.store(bias_cols_ptr + row * size_k + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < size_k)
@@ -124,7 +133,7 @@ def one_head_dkdv(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv(
-    q_ref, k_ref, v_ref, do_ref, dk_ptr, dv_ptr, row_lse_ptr, delta_ptr, bias_cols_ptr,
+    q_ref, k_ref, v_ref, do_ref, dk_ptr, dv_ptr, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
@@ -157,7 +166,7 @@ def attention_dkdv(
     if GROUPED:
         for g in tl.range(0, group, num_stages=1):
             dk, dv = one_head_dkdv(
-                dk, dv, k, v, q_ref, do_ref, row_lse_ptr, delta_ptr, bias_cols_ptr,
+                dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
                 stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
                 bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
                 mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
@@ -166,7 +175,7 @@ def attention_dkdv(
                 dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, PRECISION)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
-            dk, dv, k, v, q_ref, do_ref, row_lse_ptr, delta_ptr, bias_cols_ptr,
+            dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
             stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
             bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
             mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
@@ -182,9 +191,7 @@ def attention_dkdv(
         store_tile(dv_head, tl.where(used, dv * keep_scale, 0.0), n0, size_k, BLOCK_N, BLOCK_DV, DV)
 
 
-def launch_dkdv(
-    call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor, grads: Gradients, bias_cols: Tensor | None
-) -> None:
+def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: Gradients, bias_cols: Tensor | None) -> None:
     """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
     config = call.config(DKDV)
     tma = config.descriptors and describable(t.q, t.k, t.v)
@@ -198,8 +205,9 @@ def launch_dkdv(
         source(dout, config.block_m, call.block_dv, tma_do),
         grads.dk,
         grads.dv,
-        row_lse,
-        delta,
+        rows.lse,
+        rows.rest,
+        rows.delta,
         bias_cols,
         *strides(t.q, align),
         *strides(t.k, align),
@@ -208,7 +216,7 @@ def launch_dkdv(
         *strides(grads.dk, align),
         *strides(grads.dv, align),
         **call.rule_arguments(),
-        row_blocks=row_lse.shape[2] // configs.ROW_BLOCK,
+        row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         **call.constants(config, align, tma),
         TMA_DO=tma_do,
         GROUPED=call.heads != call.heads_k,

@@ -10,6 +10,7 @@ import triton.language as tl
 from . import configs
 from .configs import DQ
 from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, source, strides
+from .row_terms import RowTerms
 from .tiles import (
     NEG_INF,
     ROW_BLOCK,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_keys(
-    dq, bias_rows, slope_rows, q, do, lse, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
+    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -45,7 +46,7 @@ def walk_keys(
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
         ds, s, capped = tile_gradient(
-            q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
+            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
             BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
@@ -64,7 +65,7 @@ def walk_keys(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq(
-    q_ref, k_ref, v_ref, do_ref, dq_ptr, row_lse_ptr, delta_ptr, bias_rows_ptr, slope_rows_ptr,
+    q_ref, k_ref, v_ref, do_ref, dq_ptr, row_lse_ptr, rest_ptr, delta_ptr, bias_rows_ptr, slope_rows_ptr,
     dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_m: tl.int64, stride_dbias_n,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
@@ -112,6 +113,9 @@ def attention_dq(
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
     do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
     lse = tl.load(row_lse_ptr + padded_rows)
+    rest = None
+    if rest_ptr is not None:
+        rest = tl.load(rest_ptr + padded_rows)
     delta = tl.load(delta_ptr + padded_rows)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     bias_rows = tl.zeros([BLOCK_M], tl.float32)
@@ -122,8 +126,8 @@ def attention_dq(
     for part in tl.static_range(3):
         if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
             dq, bias_rows, slope_rows = walk_keys(
-                dq, bias_rows, slope_rows, q, do, lse, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias, mask, base2,
-                drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, dq_ptr is not None, bias_rows_ptr is not None,
+                dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
+                mask, base2, drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, dq_ptr is not None, bias_rows_ptr is not None,
                 slope_rows_ptr is not None, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
@@ -136,7 +140,7 @@ def attention_dq(
 
 
 def launch_dq(
-    call: Launch, t: Operands, dout: Tensor, row_lse: Tensor, delta: Tensor,
+    call: Launch, t: Operands, dout: Tensor, rows: RowTerms,
     dq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill what is not None: dQ, sums over keys (B, Hq, Sq) for a bias with one column and for the slopes, and a bias's own gradient."""
@@ -150,8 +154,9 @@ def launch_dq(
         source(t.v, config.block_n, call.block_dv, tma),
         source(dout, config.block_m, call.block_dv, tma_do),
         dq,
-        row_lse,
-        delta,
+        rows.lse,
+        rows.rest,
+        rows.delta,
         bias_rows,
         slope_rows,
         dbias,
@@ -162,7 +167,7 @@ def launch_dq(
         *strides(dout, align),
         *strides(dq, align),
         **call.rule_arguments(),
-        row_blocks=row_lse.shape[2] // configs.ROW_BLOCK,
+        row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         **call.constants(config, align, tma),
         TMA_DO=tma_do,
     )

@@ -6,7 +6,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .configs import Config, architecture, choose, padded, shared_limit
+from .configs import Config, architecture, choose, features, padded, shared_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ class Launch:
         from ...plan import target_of
 
         target = target_of(self.t.q.device)
-        return choose(architecture(target), shared_limit(target), self.bits, purpose, self.block_d, self.block_dv)
+        return choose(architecture(target), shared_limit(target), self.bits, purpose, features(self.t, self.r), self.block_d, self.block_dv)
 
     def constants(self, config: Config, align: int, tma: bool) -> dict[str, Any]:
         """The compile-time arguments that every kernel over tiles has."""
@@ -71,6 +71,7 @@ class Launch:
             "NATURAL": self.natural,
             "SANITIZE": self.sanitize,
             "PRECISION": self.precision,
+            "enable_fp_fusion": True,  # Triton 3.10 stops fusing multiply-adds unless told to
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }

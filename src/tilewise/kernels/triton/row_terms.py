@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,6 +10,7 @@ import triton.language as tl
 from .configs import ROW_BLOCK
 from .launch import LOG2E as HOST_LOG2E
 from .launch import RUNTIME, Launch, alignment, contiguous, strides
+from .lse_rest import lse_rest_of
 from .tiles import LOG2E, NEG_INF, head_of, load_tile, used_length
 
 if TYPE_CHECKING:
@@ -20,9 +21,17 @@ if TYPE_CHECKING:
 BLOCK_M = 64
 
 
+class RowTerms(NamedTuple):
+    """What each query keeps for the backward pass: (B, Hq, Sq) in float32, Sq padded to ROW_BLOCK."""
+
+    lse: Tensor
+    rest: Tensor | None
+    delta: Tensor
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def row_terms(
-    out_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, row_lse_ptr, sink_ptr, sink_partial_ptr, seqused_q_ptr,
+    out_ptr, do_ptr, lse_ptr, rest_ptr, dlse_ptr, delta_ptr, row_lse_ptr, sink_ptr, sink_partial_ptr, seqused_q_ptr,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_os: tl.int64, stride_od,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
     stride_dlse_b: tl.int64, stride_dlse_h: tl.int64, stride_dlse_m: tl.int64,
@@ -47,28 +56,33 @@ def row_terms(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + (b * stride_dlse_b + h * stride_dlse_h + offs_m * stride_dlse_m), mask=inside, other=0.0)
     empty = lse == NEG_INF
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # of the padded results
     delta = tl.where(empty, 0.0, delta)
     if sink_ptr is not None:
-        weight = tl.where(empty, 0.0, tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E))
+        exponent = (tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E
+        if rest_ptr is not None:
+            exponent -= tl.load(rest_ptr + rows)
+        weight = tl.where(empty, 0.0, tl.exp2(exponent))
         tl.store(sink_partial_ptr + tl.program_id(0), -tl.sum(weight * delta, 0))
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # of the padded results
     tl.store(delta_ptr + rows, delta)
     tl.store(row_lse_ptr + rows, tl.where(empty, float("inf"), lse * lse_scale))
 
 
-def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, dsink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Launch `row_terms` and finish the sink's gradient. Returns the LSE and delta, (B, Hq, Sq) in float32, Sq padded to ROW_BLOCK."""
+def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, dsink: Tensor | None) -> RowTerms:
+    """Launch `row_terms` and finish the sink's gradient."""
+    rest = lse_rest_of(call, t, saved.lse)
     row_tiles = triton.cdiv(call.size_q, ROW_BLOCK) * (ROW_BLOCK // BLOCK_M)
     row_lse, delta = (saved.lse.new_empty(call.batch, call.heads, row_tiles * BLOCK_M) for _ in range(2))
     partial = None if dsink is None else saved.lse.new_empty(call.batch, call.heads, row_tiles)
     align = alignment(saved.out, dout)
     dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
     row_terms[(row_tiles * call.batch * call.heads,)](
-        saved.out, dout, saved.lse, dlse, delta, row_lse, None if dsink is None else contiguous(t.sink), partial, contiguous(t.seqused_q),
+        saved.out, dout, saved.lse, rest, dlse, delta, row_lse,
+        None if dsink is None else contiguous(t.sink), partial, contiguous(t.seqused_q),
         *strides(saved.out, align), *strides(dout, align), *dlse_strides,
         call.heads, call.size_q, row_tiles, 1.0 if call.natural else HOST_LOG2E,
         ALIGN=align, DV=call.dv, BLOCK_DV=call.block_dv, BLOCK_M=BLOCK_M, num_warps=4, num_stages=1,
     )  # fmt: skip
     if dsink is not None and partial is not None:
         dsink.copy_(partial.sum((0, 2)))
-    return row_lse, delta
+    return RowTerms(row_lse, rest, delta)

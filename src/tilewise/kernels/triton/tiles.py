@@ -2,7 +2,7 @@
 
 Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
 
-Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None where the feature is off):
+Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
     source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
     span    (len_q, len_k, window_left, window_right)
@@ -40,7 +40,7 @@ def head_of(ref, b, h, stride_b, stride_h, ALIGN: tl.constexpr, TMA: tl.constexp
 
 @triton.jit
 def tile_pointers(source, row0, ROWS: tl.constexpr, COLS: tl.constexpr):
-    ptr, row_stride, dim_stride, b, h = source
+    ptr, row_stride, dim_stride = source[0], source[1], source[2]
     offs_d = tl.arange(0, COLS)
     if dim_stride is not None:
         offs_d = offs_d.to(tl.int64) * dim_stride
@@ -54,9 +54,8 @@ def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM
 
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
     """
-    ref, row_stride, dim_stride, b, h = source
     if TMA:
-        tile = ref.load([b, h, row0, 0]).reshape(ROWS, COLS)
+        tile = source[0].load([source[3], source[4], row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
         tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=inside, other=0.0)
@@ -257,10 +256,8 @@ def online_softmax_update(m, s, base2, NATURAL: tl.constexpr, MASKED: tl.constex
 @triton.jit
 def log_sum_exp(m, l, base2, NATURAL: tl.constexpr):
     """The natural logarithm of the denominator, -inf where it is 0."""
-    if NATURAL:
-        lse = m + tl.log(l)
-    else:
-        lse = tl.where(tl.abs(m) > HUGE, m * (base2[0] / base2[1]), m + tl.log2(l)) * LN2
+    exponent = m if NATURAL else tl.where(tl.abs(m) > HUGE, m * (base2[0] / base2[1]), m)
+    lse = exponent + tl.log(l) if NATURAL else (exponent + tl.log2(l)) * LN2
     return tl.where(l == 0.0, NEG_INF, lse)
 
 
@@ -278,9 +275,13 @@ def dropout_keep(offs_m, n0, BLOCK_N: tl.constexpr, drop):
 
 
 @triton.jit
-def probabilities(s, lse, base2, NATURAL: tl.constexpr):
-    """Softmax from its saved denominator. `lse` is natural for NATURAL scores, base 2 for RAW ones, and +inf for rows without keys."""
-    return tl.exp2((s - lse) * LOG2E) if NATURAL else tl.exp2(s * base2[0] - lse)
+def probabilities(s, lse, rest, base2, NATURAL: tl.constexpr):
+    """Softmax from its saved denominator. `lse` is natural for NATURAL scores, with its `rest` in base 2 or None (see `lse_rest`), and
+    base 2 for RAW ones; +inf for rows without keys."""
+    exponent = (s - lse) * LOG2E if NATURAL else s * base2[0] - lse
+    if rest is not None:
+        exponent -= rest
+    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -304,7 +305,7 @@ def product_gradient(ds, capped, rules):
 
 @triton.jit
 def tile_gradient(
-    q, do, lse, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
+    q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
     BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
@@ -312,7 +313,9 @@ def tile_gradient(
     mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
     s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, CHECK_ROWS, True, False, MASKED)
-    p = probabilities(s, lse[:, None], base2, NATURAL)
+    if rest is not None:
+        rest = rest[:, None]
+    p = probabilities(s, lse[:, None], rest, base2, NATURAL)
     dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
     if drop is not None:
         dp = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), dp * keep_scale, 0.0)

@@ -1,0 +1,92 @@
+"""What float32 lost of an LSE. -1e9 + ln 4 is -1e9: the LSE of a row of very low or very high biases has forgotten how many keys there
+were, and probabilities recomputed from it would not sum to 1. This kernel sums them, and keeps the logarithm that makes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from . import configs
+from .configs import FORWARD
+from .launch import RUNTIME, Launch, alignment, contiguous, strides
+from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, scores, used_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...plan import Operands
+
+LARGE: tl.constexpr = tl.constexpr(2048.0)  # from here on the last digit of a float32 is 1e-4 or more
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def lse_rest(
+    q_ptr, k_ptr, lse_ptr, rest_ptr,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
+    slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
+    heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
+    dropout_threshold: tl.int64, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """log2 of the sum of exp(s - lse), the sink's part included: 0 but for rounding in most rows, whose tiles then walk no key."""
+    num_m = row_blocks * (ROW_BLOCK // BLOCK_M)
+    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    span = (len_q, len_k, window_left, window_right)
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * size_q + offs_m, mask=offs_m < len_q, other=NEG_INF)
+    large = (tl.abs(lse) > LARGE) & (lse != NEG_INF)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if tl.max(large.to(tl.int32), 0) > 0:
+        q_head = (head_of(q_ptr, b, h, stride_qb, stride_qh, ALIGN, False), stride_qs * ALIGN, stride_qd, b, h)
+        k_head = (head_of(k_ptr, b, h // group, stride_kb, stride_kh, ALIGN, False), stride_ks * ALIGN, stride_kd, b, h)
+        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+        mask, slope = None, None
+        if mask_ptr is not None:
+            mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
+        if sink_ptr is not None:
+            total += tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E)
+        q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
+        ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
+        for n0 in tl.range(ends[0], ends[3], BLOCK_N):
+            offs_n = n0 + tl.arange(0, BLOCK_N)
+            k_tile = load_tile(k_head, n0, len_k, BLOCK_N, BLOCK_D, D, False, True)  # [N, D]
+            bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
+            mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+            qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
+            s, _ = scores(qk, offs_m, offs_n, span, (scale, softcap, slope), bias_tile, mask_tile, NATURAL, True, True, False, True)
+            total += tl.sum(tl.exp2((s - lse[:, None]) * LOG2E), 1)
+    rest = tl.where(large, tl.log2(total), 0.0)
+    tl.store(rest_ptr + tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), rest)
+
+
+def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
+    """(B, Hq, Sq padded to ROW_BLOCK) in base 2; None without a bias, where scores are no larger than what rounds them."""
+    if t.bias is None:
+        return None
+    config = call.config(FORWARD)
+    align = alignment(t.q, t.k)
+    row_blocks = triton.cdiv(call.size_q, configs.ROW_BLOCK)
+    rest = lse.new_empty(call.batch, call.heads, row_blocks * configs.ROW_BLOCK)
+    lse_rest[(rest.numel() // config.block_m,)](
+        t.q,
+        t.k,
+        lse,
+        rest,
+        *strides(t.q, align),
+        *strides(t.k, align),
+        **call.rule_arguments(),
+        **call.constants(config, align, False),
+        sink_ptr=contiguous(t.sink),
+        row_blocks=row_blocks,
+    )
+    return rest
