@@ -1,7 +1,8 @@
 """Compile the Triton kernels for GPUs that are not here, and record what the compiler made of them.
 
 ``python scripts/compile_all.py`` compiles the full matrix and writes benchmarks/compiled.json: registers, spilled bytes and shared memory
-of each kernel, with a hash of the sources that they came from. ``--sample`` compiles a few of each; ``--check`` only compares the hash.
+of each kernel, with a hash of the sources that they came from. ``--sample`` compiles a few of each; ``--check`` only compares the hash;
+``--target`` takes one GPU. Rows of other targets and other versions of Triton stay in the table as long as the sources have not changed.
 Needs Triton and no torch; without a GPU of the kind.
 """
 
@@ -189,47 +190,64 @@ def amd_resources(binary) -> dict:
     return {"registers": number["vgpr_count"], "spilled": number["private_segment_fixed_size"]}
 
 
+WALKS = ("attention_forward", "attention_dkdv", "attention_dq")  # the kernels that walk tiles: all of the time, nearly all of the registers
+
+
 def matrix() -> Iterator[Case]:
-    """Every kernel for every target: the plain and causal ones at all head dims, each feature at one."""
-    dims = (16, 32, 64, 96, 128, 192, 256)
-    for target, kernel, dtype in itertools.product(TARGETS, KERNELS, ("fp16", "bf16", "fp32")):
-        for dim, features in itertools.product(dims, ("plain", "causal")):
-            if dtype != "fp16" or dim in (64, 128):
-                yield Case(kernel, target, dim, dtype, features)
-        if dtype == "bf16":
-            yield from (Case(kernel, target, dim, dtype, features) for features in FEATURES[2:] for dim in (64, 128))
+    """The kernels that walk tiles for every target, head dim and dtype of the configuration table; each feature on the two architectures
+    whose own rows it has; the small kernels once a target."""
+    for target in TARGETS:
+        for kernel in WALKS:
+            for dim, features in itertools.product((64, 128, 256), ("plain", "causal")):
+                yield Case(kernel, target, dim, "bf16", features)
+            yield Case(kernel, target, 128, "fp16", "causal")
+            yield Case(kernel, target, 128, "fp32", "causal")
+            if target in ("sm80", "sm90"):
+                yield from (Case(kernel, target, 128, "bf16", features) for features in FEATURES[2:])
+        yield from (Case(kernel, target, 128, "bf16", "causal") for kernel in KERNELS if kernel not in WALKS)
 
 
 def sample() -> Iterator[Case]:
-    """What continuous integration compiles: the hot cases of every target and one kernel with every feature."""
+    """What continuous integration compiles: each kernel for each target, the hot ones of sm90, and one call with every feature."""
     for target in TARGETS:
-        for kernel in KERNELS:
-            yield Case(kernel, target, 128, "bf16", "causal")
-        yield Case("attention_forward", target, 64, "fp16", "everything")
-        yield Case("attention_dq", target, 64, "fp16", "everything")
+        yield from (Case(kernel, target, 128, "bf16", "causal") for kernel in KERNELS)
+    for kernel in ("attention_forward", "attention_dkdv", "attention_dq"):
+        yield Case(kernel, "sm90", 128, "bf16", "plain")
+        yield Case(kernel, "sm90", 64, "bf16", "causal")
+        yield Case(kernel, "sm80", 64, "fp16", "everything")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", action="store_true", help="a few cases of every target, not written to the table")
+    parser.add_argument("--sample", action="store_true", help="a few cases of every target, as JSON lines, not written to the table")
     parser.add_argument("--check", action="store_true", help="only check that the table is of these sources")
+    parser.add_argument("--target", choices=TARGETS, help="only this one")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     if options.check:
         fresh = json.loads(TABLE.read_text())["source_hash"] == source_hash()
         print("fresh" if fresh else "stale: run python scripts/compile_all.py")
         return 0 if fresh else 1
-    cases = list(sample() if options.sample else matrix())
-    rows = []
+    cases = [case for case in (sample() if options.sample else matrix()) if options.target in (None, case.target)]
+    before, rows = source_hash(), []
     with ProcessPoolExecutor(options.jobs) as pool:
         for row in pool.map(compile_case, cases):
             rows.append(row)
-            print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            print(json.dumps(row), flush=True)
     if not options.sample:
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
-        TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text(f'{{"source_hash": "{source_hash()}", "rows": [\n{lines}\n]}}\n')
+        write_table(rows, before)
     return 0
+
+
+def write_table(rows: list[dict], compiled_from: str) -> None:
+    if compiled_from != source_hash():
+        raise SystemExit("the sources changed while they were compiled: nothing written")
+    old = json.loads(TABLE.read_text()) if TABLE.exists() else {"source_hash": "", "rows": []}
+    replaced = {(row["target"], row["triton"]) for row in rows}
+    kept = [row for row in old["rows"] if old["source_hash"] == compiled_from and (row["target"], row["triton"]) not in replaced]
+    lines = ",\n".join("  " + json.dumps(row) for row in kept + rows)
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(f'{{"source_hash": "{compiled_from}", "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

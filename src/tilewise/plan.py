@@ -195,8 +195,8 @@ def select(
         reason = why_not(backend, t, r, request, target)
         if reason is not None:
             raise UnsupportedAttention(
-                f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves it "
-                f"with {select(t, r, request=request, target=target).backend!r}."
+                f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves "
+                f"it with {select(t, r, request=request, target=target).backend!r}."
             )
         return Plan(backend)
     declined = []
