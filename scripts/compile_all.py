@@ -81,18 +81,26 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dict]:
-    """Triton's signature and compile-time constants for one case, from the names of a kernel's parameters."""
-    block = configs.padded(case.head_dim)
-    constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
-    config = None
+def config_of(case: Case, configs):
+    """The tiles that the case runs with on a device of its target; None for a kernel without a choice."""
+    if case.kernel not in PURPOSE:
+        return None
     named = {"window": "window_left", "seqused": "lengths"}
     used = frozenset(named.get(feature, feature) for feature in FEATURES if case.has(feature))
-    if case.kernel in PURPOSE:
-        config = configs.choose(case.target, configs.SHARED_LIMIT[case.target], case.bits, PURPOSE[case.kernel], used, block, block)
-        constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    else:
-        constants |= {"BLOCK_M": 64}
+    limit, block = configs.SHARED_LIMIT[case.target], configs.padded(case.head_dim)
+    return configs.choose(case.target, limit, case.bits, PURPOSE[case.kernel], used, block, block)
+
+
+def estimated_shared(case: Case, configs) -> int:
+    block = configs.padded(case.head_dim)
+    return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block)
+
+
+def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dict]:
+    """Triton's signature and compile-time constants for one case, from the names of a kernel's parameters."""
+    block, config = configs.padded(case.head_dim), config_of(case, configs)
+    constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} if config else {"BLOCK_M": 64}
     tma = bool(config and config.descriptors and case.kernel != "lse_rest")
     natural = case.bits == 32 or case.has("bias", "softcap", "alibi") or case.kernel in ("lse_rest", "bias_gradient")
     constants |= {

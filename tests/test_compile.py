@@ -72,10 +72,13 @@ def test_no_spills_where_they_are_banned(table):
     assert [row for row in table["rows"] if spills_are_banned(row) and row["spilled"]] == []
 
 
-def test_shared_memory_is_within_the_device_and_the_estimate(table):
+def test_shared_memory_is_within_the_device(table):
+    assert [row for row in table["rows"] if row["shared"] > configs.SHARED_LIMIT[row["target"]]] == []
+
+
+def test_estimated_shared_memory_covers_what_is_taken(table):
     """The estimate decides at run time whether a config fits; it must not promise less than the compiler takes."""
     for row in table["rows"]:
-        assert row["shared"] <= configs.SHARED_LIMIT[row["target"]], row
         if row["kernel"] in compile_all.PURPOSE:
             case = compile_all.Case(**{name: row[name] for name in ("kernel", "target", "head_dim", "dtype", "features")})
             assert row["shared"] <= compile_all.estimated_shared(case, configs), row
