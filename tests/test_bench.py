@@ -358,7 +358,7 @@ def test_a_trial_is_in_force_only_inside_its_context():
     key, other = ("sm90", 16, configs.DQ), configs.Config(32, 32, 4, 1)
 
     def chosen():
-        return configs.choose("sm90", 232_448, 16, configs.DQ, 64, 64)
+        return configs.choose("sm90", 232_448, 16, configs.DQ, frozenset(), 64, 64)
 
     before = chosen()
     with tune.Trial(key, 64, other).in_force():

@@ -34,6 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host must not look at values."""
     monkeypatch.setattr(chunks, "host_reads", lambda device: False)
+    monkeypatch.setattr(tiled, "host_reads", lambda device: False)
 
 
 def operands(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, dim: int, dtype=torch.float64, **more: Any) -> Operands:
