@@ -310,7 +310,7 @@ def row_weights(c: Chunk, i: slice, q: Tensor, lse: Tensor) -> Tensor | None:
     if c.t.sink is not None:
         sink = c.per_key_tile(c.t.sink[c.heads].to(c.dtype).view(1, -1, 1, 1).expand_as(c.per_head(lse)))
         total.add_((sink - lse).exp_())
-    return total.reciprocal_().masked_fill_(total == 0, 0.0)
+    return torch.where(total == 0, 0.0, 1.0 / total)
 
 
 def row_terms(
