@@ -41,7 +41,7 @@ class BackwardCase(Case):
 
 def groups() -> dict[str, list[BackwardCase]]:
     found: dict[str, list[BackwardCase]] = {}
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         base = BackwardCase(dim=dim)
         found[f"tile d{dim} full"] = expand(base, sizes=RAGGED, deterministic=(False, True))
         found[f"tile d{dim} causal"] = expand(replace(base, right=0), sizes=RAGGED, deterministic=(False, True))
@@ -73,6 +73,8 @@ def groups() -> dict[str, list[BackwardCase]]:
     small = BackwardCase(sizes=(333, 333))
     dims = ((8, 8), (24, 24), (40, 40), (64, 128), (128, 64), (72, 72), (80, 96), (120, 16))
     found["dims"] = [replace(small, dim=d, dim_v=dv, right=0, layout="bshd") for d, dv in dims]
+    wide = ((192, 128), (256, 64), (64, 256), (128, 200), (160, 160), (136, 8))
+    found["dims wide"] = [replace(small, dim=d, dim_v=dv, right=0, layout="bshd") for d, dv in wide]
     found["lengths of all kinds"] = expand(
         replace(small, batch=4, sizes=(200, 500), poison=True),
         lengths_k=((0, 1, 500, 499), (128, 129, 64, 0)),
@@ -81,7 +83,7 @@ def groups() -> dict[str, list[BackwardCase]]:
     )
     everything = replace(small, sink=True, softcap=20.0, alibi=True, left=90, right=0, lengths_k=(333, 200), poison=True, dlse=True)
     found["everything and scales"] = [
-        *expand(everything, dim=(64, 128), deterministic=(False, True)),
+        *expand(everything, dim=(64, 128, 256), deterministic=(False, True)),
         *expand(small, scale=(-0.1, 1e-3), right=(-1, 0)),
         replace(small, explicit_zero_scale=True, right=0),
         replace(small, out_dtype=FP32),
@@ -171,7 +173,7 @@ def judge(case: BackwardCase) -> str | None:
     for name, x in got.items():
         want = exact[name]
         norm = max(want.norm().item(), 1e-3 * size * math.sqrt(want.numel()), 1e-20)
-        error, allowed = (x - want).norm().item() / norm, 1.5 * (low[name] - want).norm().item() / norm + 1e-3
+        error, allowed = (x - want).norm().item() / norm, 1.5 * (low[name] - want).norm().item() / norm + 2e-3
         if not error <= allowed:
             bad = ((x.double() - want).abs().nan_to_num(1e9) > 0.1 * want.abs().max()).nonzero()
             where = bad[0].tolist() if len(bad) else "nowhere"
@@ -183,7 +185,7 @@ def judge(case: BackwardCase) -> str | None:
 
 def system_checks() -> list[str]:
     wrong = []
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         case = BackwardCase(sizes=(1500, 1500), dim=dim, right=0, heads=16, heads_k=4, deterministic=True)
         call = make(case)
         results = run(call)
@@ -274,15 +276,10 @@ def run_checks(names: list[str], limit: float, jobs: int) -> list[str]:
 
 def tried_tiles() -> dict[str, tuple[int, object]]:
     """Tiles to time: name -> (head dim, tile); the shipped ones first."""
-    wide, narrow = TILES["128"], TILES["64"]
-    return {
-        "128": (128, wide),
-        "128 late": (128, replace(wide, early_dv=False)),
-        "64": (64, narrow),
-        "64 early": (64, replace(narrow, early_dv=True)),
-        "64 m64": (64, replace(TILES["64 featured"], stages=2)),
-        "64 m64 s4": (64, replace(TILES["64 featured"], stages=4)),
-    }
+    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"])}
+
+
+HG = backward_launch.head_group
 
 
 def time_grid(a: argparse.Namespace) -> int:
@@ -333,6 +330,12 @@ def time_grid(a: argparse.Namespace) -> int:
                     candidates[name] = lambda tile=tile: ours(tile, False)
                 first = next(iter(tiles.values()))
                 candidates["ordered"] = lambda: ours(first, True)
+                for name, ordered, factor in (("g1", False, 0), ("ordered g.5x", True, 0.5)):
+                    def grouped(ordered=ordered, factor=factor, first=first):
+                        backward_launch.head_group = lambda n, b: max(1, int(min(n, HG(n, b) * factor)))
+                        ours(first, ordered)
+                        backward_launch.head_group = HG
+                    candidates[name] = grouped
                 if a.portable:
                     candidates["triton"] = lambda t=t, r=r, s=saved, c=cot, g=grads: triton.backward(t, r, s, c, g)
                 wanted = cudnn()
@@ -367,7 +370,7 @@ def main() -> int:
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--portable", action="store_true", help="time the portable Triton kernels too")
-    parser.add_argument("--dims", default="128,64")
+    parser.add_argument("--dims", default="128,256,64")
     parser.add_argument("--seqs", default="4096,16384,1024")
     parser.add_argument("--tiles", default="", help="of those that can be timed; empty: all")
     parser.add_argument("--tokens", type=int, default=16384)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
 
 HEAD_DIM_LIMIT = 256
-BACKWARD_HEAD_DIM_LIMIT = 128
 
 
 @cache
@@ -74,9 +73,6 @@ def _unserved_tensor(t: Operands, request: Request) -> str | None:
 
 
 def _unserved_gradient(t: Operands, request: Request) -> str | None:
-    for name, x in (("q", t.q), ("v", t.v)):
-        if x.shape[3] > BACKWARD_HEAD_DIM_LIMIT:
-            return f"{name} has head dim {x.shape[3]}, and its backward pass takes up to {BACKWARD_HEAD_DIM_LIMIT}"
     if -(-t.q.shape[2] // 128) * 128 * t.q.shape[0] * t.q.shape[1] >= 1 << 31:
         return "its backward pass counts the queries of all heads in 32 bits"
     if "alibi_slopes" in request.needs:

@@ -12,15 +12,17 @@ WARPS = 8  # of the partition that computes: two warp groups
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """One CTA: `block_n` keys, which both warp groups share; a ring of `stages` query tiles of `block_m` rows."""
+    """One CTA: `block_n` keys, which both warp groups share; rings of Q and dO tiles of `block_m` rows."""
 
     block_m: int
     block_n: int
-    stages: int
-    dq_rows: int  # warp groups along the rows of dQ; the other ones split its columns
-    early_dv: bool  # dV is issued before dS is computed: hides more, keeps P twice
-    worker_registers: int  # a thread of the warps that load and of those that add dQ
-    launch_registers: int
+    stages: int  # of Q
+    do_stages: int
+    key_groups: int = 2  # 2: each warp group has half of the keys, P and dS stay in registers; 1: half of the columns, they are shared
+    dq_rows: int = 1  # warp groups along the rows of dQ; the other ones split its columns
+    early_dv: bool = False  # dV is issued before dS is computed: hides more, keeps P twice; needs P in registers
+    worker_registers: int = 24  # a thread of the warps that load and of those that add dQ
+    launch_registers: int = 168
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,23 @@ class BackwardVariant:
         return self.tile.stages
 
     @property
+    def do_stages(self) -> int:
+        return self.tile.do_stages
+
+    @property
+    def share_p(self) -> bool:
+        return self.tile.key_groups == 1
+
+    @property
+    def dq_parts(self) -> int:
+        """dQ leaves in so many column parts, one after the other, through one buffer."""
+        return max(1, self.dim // 128)
+
+    @property
+    def dq_columns(self) -> int:
+        return self.dim // self.dq_parts
+
+    @property
     def log2_block_m(self) -> int:
         return self.tile.block_m.bit_length() - 1
 
@@ -84,15 +103,16 @@ class BackwardVariant:
 
     @property
     def do_empty(self) -> int:
-        return self.do_full + self.stages
+        return self.do_full + self.do_stages
 
     @property
     def dq_full(self) -> int:
-        return self.do_empty + self.stages
+        """One for each adding warp: they take parts of dQ in turn."""
+        return self.do_empty + self.do_stages
 
     @property
     def dq_empty(self) -> int:
-        return self.dq_full + 1
+        return self.dq_full + 2
 
     @property
     def barriers(self) -> int:
@@ -136,27 +156,36 @@ class BackwardVariant:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, without barriers."""
-        rings = self.stages * (self.q_bytes + self.do_bytes + 2 * self.row_bytes)
-        scores = self.block_n * self.block_m * 2
-        return rings + self.k_bytes + self.v_bytes + scores + self.block_m * self.dim * 4
+        q = self.stages * (self.q_bytes + self.row_bytes)
+        do = self.do_stages * (self.do_bytes + self.row_bytes)
+        scores = self.block_n * self.block_m * 2 * (2 if self.share_p else 1)
+        return q + do + self.k_bytes + self.v_bytes + scores + self.block_m * self.dq_columns * 4
+
+    @property
+    def barrier_offset(self) -> int:
+        """Where the barriers lie, behind every buffer that is not smaller than they are."""
+        rings = (stages * self.row_bytes for stages in (self.stages, self.do_stages))
+        return self.shared_bytes - sum(size for size in rings if size < 8 * self.barrier_words)
 
 
-_WIDE = {"block_m": 64, "block_n": 128, "stages": 2, "dq_rows": 1, "early_dv": True}
+_WIDE = BackwardTile(block_m=64, block_n=128, stages=2, do_stages=2, early_dv=True)
 
 TILES = {
-    "64": BackwardTile(block_m=128, block_n=128, stages=2, dq_rows=2, early_dv=False, worker_registers=24, launch_registers=168),
-    "64 featured": BackwardTile(**_WIDE, worker_registers=24, launch_registers=168),
-    "128": BackwardTile(**_WIDE, worker_registers=24, launch_registers=168),
+    "64": BackwardTile(block_m=128, block_n=128, stages=2, do_stages=2, dq_rows=2),
+    "64 featured": _WIDE,
+    "128": _WIDE,
+    "256": BackwardTile(block_m=64, block_n=64, stages=2, do_stages=1, key_groups=1),
 }
 
 
 def columns(head_dim: int) -> int:
     """Columns of a tile for a head dim that is a multiple of 8: what lies past it is zero-filled."""
-    return 64 if head_dim <= 64 else 128
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def tile_name(head_dim: int, head_dim_v: int, featured: bool) -> str:
     """The tile that serves a call. `featured`: softcap or ALiBi, whose terms need the registers of half a tile."""
-    if max(head_dim, head_dim_v) > 64:
-        return "128"
+    widest = max(head_dim, head_dim_v)
+    if widest > 64:
+        return "128" if widest <= 128 else "256"
     return "64 featured" if featured else "64"

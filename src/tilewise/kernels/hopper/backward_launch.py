@@ -18,7 +18,7 @@ from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
 from .backward_rows import finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
-from .launch import LOG2_E, barrier_address, descriptor, element_type
+from .launch import L2_BYTES, LOG2_E, barrier_address, descriptor, element_type
 
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
@@ -46,7 +46,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "do_desc": tiled(variant.block_m, variant.dim_v, variant.swizzle_v),
         "lse_desc": row,
         "delta_desc": row,
-        "dq_desc": f"tensordesc<fp32[{variant.block_m}, {variant.dim}],{shared_layout(128, 2, 32)!r}>",
+        "dq_desc": f"tensordesc<fp32[{variant.block_m}, {variant.dq_columns}],{shared_layout(128, 2, 32)!r}>",
         "dk_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
         "dv_desc": tiled(variant.block_n, variant.dim_v, variant.swizzle_v),
         "lengths_q_ptr": "*i32",
@@ -66,7 +66,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
 def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
     types = signature(variant, slopes)
-    address = variant.shared_bytes
+    address = variant.barrier_offset
     for _ in range(2):
         kernel = compile_kernel(
             attention_backward,
@@ -135,9 +135,15 @@ def program_for(t: Operands, r: Rules) -> BackwardProgram:
 
 def workspace_bytes(t: Operands, r: Rules) -> int:
     """Device memory that a backward pass takes beside its gradients."""
-    batch, heads, seqlen_q, dim = t.q.shape
+    batch, heads, seqlen_q, _ = t.q.shape
     rows = batch * heads * -(-seqlen_q // ROW_PADDING) * ROW_PADDING
-    return rows * (4 * dim + 8) + (4 * rows // variant_of(t, r).block_m if r.deterministic else 0)
+    variant = variant_of(t, r)
+    return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0)
+
+
+def head_group(heads: int, bytes_per_head: int) -> int:
+    """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache."""
+    return max(1, min(heads, L2_BYTES // bytes_per_head))
 
 
 def _by_tma(x: Tensor) -> Tensor:
@@ -165,15 +171,16 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     dout_16 = dout.to(q.dtype)
     if tma_refusal(dout_16) is not None:
         dout_16 = dout_16.contiguous()
-    acc = q.new_empty(rows, dim, dtype=torch.float32)
+    acc = q.new_empty(rows, variant.dim, dtype=torch.float32)
     row_lse, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    turns = q.new_empty(rows // variant.block_m, dtype=torch.int32) if variant.ordered else None
+    turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
     sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_blocks, dtype=torch.float32)
     dlse = cot.dlse
     prepare_rows[(row_blocks * batch * heads,)](
-        saved.out, dout, saved.lse, dlse, lengths_q, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
-        *saved.out.stride(), *dout.stride(), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, row_blocks,
-        DIM=dim, DIM_V=dim_v, BLOCK_D=variant.dim, BLOCK_DV=variant.dim_v, BLOCK_M=variant.block_m, num_warps=4,
+        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
+        *saved.out.stride(), *dout.stride(), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
+        min(r.window_right, seqlen_q + seqlen_k), row_blocks, RIGHT=variant.right, ACC=variant.dim, PARTS=variant.dq_parts,
+        DIM_V=dim_v, BLOCK_DV=variant.dim_v, BLOCK_M=variant.block_m, num_warps=4,
     )  # fmt: skip
     if grads.dsink is not None and sinks is not None:
         grads.dsink.copy_(sinks.sum((0, 2)))
@@ -190,7 +197,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         descriptor(dout_16),
         Descriptor(row_lse, [rows], [1]),
         Descriptor(delta, [rows], [1]),
-        Descriptor(acc, [rows, dim], [dim, 1]),
+        Descriptor(acc, [rows, variant.dim], [variant.dim, 1]),
         descriptor(dk),
         descriptor(dv),
         pointer if lengths_q is None else lengths_q.data_ptr(),
@@ -205,6 +212,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         seqlen_k,
         heads_k,
         heads // heads_k,
+        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v)),
+        batch * heads_k,
         row_blocks,
         min(r.window_left, furthest),
         min(r.window_right, furthest),
@@ -218,6 +227,6 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         grads.dv.copy_(dv)
     if grads.dq is not None:
         finish_queries[(row_blocks * batch * heads,)](
-            acc, grads.dq, r.softmax_scale, *grads.dq.stride()[:3], heads, seqlen_q, row_blocks,
-            DIM=dim, BLOCK_D=variant.dim, BLOCK_M=variant.block_m, num_warps=4,
+            acc, turns, grads.dq, r.softmax_scale, *grads.dq.stride()[:3], heads, seqlen_q, row_blocks,
+            DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
         )  # fmt: skip

@@ -13,8 +13,8 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 | k_full, v_full | TMA | both computing warp groups, once |
 | q_full, do_full | TMA: Q with its LSE, dO with its delta | both computing warp groups |
 | q_empty, do_empty | each warp group, behind the wgmma wait that ends the reading | loading warp |
-| dq_full | each computing warp: its part of dQ is written | adding warp |
-| dq_empty | adding warp: TMA has read dQ | both computing warp groups |
+| dq_full | each computing warp: its share of a part of dQ is written | the adding warp whose turn it is |
+| dq_empty | that adding warp: TMA has read it | both computing warp groups |
 """
 
 from .backward_configs import WARPS
@@ -75,18 +75,20 @@ class Buffers:
     delta: memdesc_type  # [stages, block_m]
     k: memdesc_type  # [1, 1, block_n, dim]
     v: memdesc_type  # [1, 1, block_n, dim_v]
+    p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
     ds: memdesc_type  # [block_n, block_m]
-    dq: memdesc_type  # [block_m, dim] float32
+    dq: memdesc_type  # [block_m, dq_columns] float32
     barriers: memdesc_type
 
     @constexpr_function
-    def __init__(self, q, do, lse, delta, k, v, ds, dq, barriers):
+    def __init__(self, q, do, lse, delta, k, v, p, ds, dq, barriers):
         self.q = q
         self.do = do
         self.lse = lse
         self.delta = delta
         self.k = k
         self.v = v
+        self.p = p
         self.ds = ds
         self.dq = dq
         self.barriers = barriers
@@ -144,41 +146,56 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             block = tile.last_block - j
             row = row_of(C, p, tile, head, block)
             stage = stage_of(count, C.stages)
-            phase = phase_of(count, C.stages) ^ 1
-            wait(base + 8 * (C.q_empty + stage), phase)
+            wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
             q_full = mem.barriers.index(C.q_full + stage)
             expect_bytes(q_full, C.q_bytes + C.row_bytes)
             tma_load(desc.q, [tile.batch, head, block * C.block_m, 0], q_full, mem.q.index(stage))
             tma_load(desc.lse, [row], q_full, mem.lse.index(stage))
-            wait(base + 8 * (C.do_empty + stage), phase)
-            do_full = mem.barriers.index(C.do_full + stage)
+            do_stage = stage_of(count, C.do_stages)
+            wait(base + 8 * (C.do_empty + do_stage), phase_of(count, C.do_stages) ^ 1)
+            do_full = mem.barriers.index(C.do_full + do_stage)
             expect_bytes(do_full, C.do_bytes + C.row_bytes)
-            tma_load(desc.do, [tile.batch, head, block * C.block_m, 0], do_full, mem.do.index(stage))
-            tma_load(desc.delta, [row], do_full, mem.delta.index(stage))
+            tma_load(desc.do, [tile.batch, head, block * C.block_m, 0], do_full, mem.do.index(do_stage))
+            tma_load(desc.delta, [row], do_full, mem.delta.index(do_stage))
             count += 1
 
 
 @jit
-def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
-    """One warp: adds each block's dQ to memory; where `ordered`, when all key blocks before this one have added theirs."""
+def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
+    """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
+    one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
+    """
+    PARTS: gl.constexpr = C.dq_parts
     base = shared_address(A, p.seqlen_q)
     tile = find_keys(C, p, gl.program_id(0))
-    count = 0
-    for g in range(p.group):
-        head = tile.head_k * p.group + g
-        for j in range(tile.blocks):
-            block = tile.last_block - j
-            row = row_of(C, p, tile, head, block)
-            wait(base + 8 * C.dq_full, count & 1)
-            if C.ordered:
-                turn_ptr = p.turns_ptr + (row >> C.log2_block_m)
-                await_turn(turn_ptr, tile.block - first_key_block(C, p, tile, block))
-            tma_reduce_add(desc.dq, [row, 0], mem.dq)
-            tma_store_wait(0)
-            arrive_each_warp(base + 8 * C.dq_empty)
-            if C.ordered:
-                give_turn(turn_ptr, count)
-            count += 1
+    last = p.group * tile.blocks * PARTS
+    count = WARP
+    head = tile.head_k * p.group
+    block = tile.last_block - WARP // PARTS
+    while count < last:
+        while block <= tile.last_block - tile.blocks:
+            block += tile.blocks
+            head += 1
+        part = (count & 1) if PARTS == 2 else 0
+        row = row_of(C, p, tile, head, block)
+        if C.ordered:
+            turn = tile.block - first_key_block(C, p, tile, block)
+            turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
+            await_turn(turn_ptr, turn)
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            if turn == 0:
+                tma_store(desc.dq, [row, part * C.dq_columns], mem.dq)
+            else:
+                tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+        else:
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+        tma_store_wait(0)
+        arrive_each_warp(base + 8 * C.dq_empty)
+        if C.ordered:
+            give_turn(turn_ptr, count)
+        count += 2
+        block -= 2 // PARTS
 
 
 # ---------------------------------------------------------------------------------------------------------------- computing
@@ -220,6 +237,25 @@ def clear_hidden_rows(C: gl.constexpr, p, q, do, tile, block):
 
 
 @jit
+def hand_over(C: gl.constexpr, mem, base, count, dq):
+    """Put dQ [block_m, dim] where the adding warps take it. In two parts, each has the first or the second half of every warp group's
+    columns, so that no register changes its thread; `finish_queries` puts the columns in order again.
+    """
+    if C.dq_parts == 1:
+        wait(base + 8 * C.dq_empty, (count & 1) ^ 1)
+        mem.dq.store(dq)
+        arrive_each_warp(base + 8 * (C.dq_full + (count & 1)))
+    else:
+        first, second = gl.split(gl.permute(gl.reshape(dq, [C.block_m, 2, 2, 64]), (0, 1, 3, 2)))
+        wait(base + 8 * C.dq_empty, 1)
+        mem.dq.store(gl.reshape(first, [C.block_m, 128]))
+        arrive_each_warp(base + 8 * C.dq_full)
+        wait(base + 8 * C.dq_empty, 0)
+        mem.dq.store(gl.reshape(second, [C.block_m, 128]))
+        arrive_each_warp(base + 8 * (C.dq_full + 1))
+
+
+@jit
 def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv):
     """What one query block adds to dK and dV, and its dQ. `count` numbers the query blocks of this CTA."""
     BLOCK_M: gl.constexpr = C.block_m
@@ -227,7 +263,8 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     DIM: gl.constexpr = C.dim
     DIM_V: gl.constexpr = C.dim_v
     DQ_ROWS: gl.constexpr = C.tile.dq_rows
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    GROUPS: gl.constexpr = C.tile.key_groups
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * GROUPS, 2 // GROUPS], [16, BLOCK_M * GROUPS // 2, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * DQ_ROWS, 2 // DQ_ROWS], [16, DIM * DQ_ROWS // 2, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -235,19 +272,21 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     dtype: gl.constexpr = mem.k.dtype
     stage = stage_of(count, C.stages)
     phase = phase_of(count, C.stages)
+    do_stage = stage_of(count, C.do_stages)
+    do_phase = phase_of(count, C.do_stages)
     q = mem.q.index(stage).reshape([BLOCK_M, DIM])
-    do = mem.do.index(stage).reshape([BLOCK_M, DIM_V])
+    do = mem.do.index(do_stage).reshape([BLOCK_M, DIM_V])
     k = mem.k.reshape([BLOCK_N, DIM])
     v = mem.v.reshape([BLOCK_N, DIM_V])
 
     wait(base + 8 * (C.q_full + stage), phase)
     if C.hidden_rows:
-        wait(base + 8 * (C.do_full + stage), phase)
+        wait(base + 8 * (C.do_full + do_stage), do_phase)
         clear_hidden_rows(C, p, q, do, tile, block)
     zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
     s_future = warpgroup_mma(k, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
     lse_log2 = mem.lse.index(stage).load(row_layout)
-    wait(base + 8 * (C.do_full + stage), phase)
+    wait(base + 8 * (C.do_full + do_stage), do_phase)
     zero_dp = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
     dp_future = warpgroup_mma(v, do.permute((1, 0)), zero_dp, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_future])  # [block_n, block_m]
@@ -263,7 +302,7 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
         prob = hide(C, p, tile, block, prob)
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
     wait(base + 8 * C.k_full, 0)
-    delta = mem.delta.index(stage).load(row_layout)
+    delta = mem.delta.index(do_stage).load(row_layout)
     if C.tile.early_dv:
         prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_future])
@@ -275,29 +314,40 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
         ds = ds * (4.0 * r - 4.0 * r * r)
     ds = ds.to(dtype)
     mem.ds.store(ds)
-    if not C.tile.early_dv:
-        prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
-        dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
-    fence_async_shared()
-    block_barrier()
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
-    dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dv, prob_16 = warpgroup_mma_wait(1, deps=[dv_future, prob_16])
-    arrive(base + 8 * (C.do_empty + stage), thread)
-    ds_16 = gl.convert_layout(ds, ds_layout)
-    dk_future = warpgroup_mma(ds_16, q, dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq_future])
-    wait(base + 8 * C.dq_empty, (count & 1) ^ 1)
-    mem.dq.store(dq)
-    arrive_each_warp(base + 8 * C.dq_full)
-    dk, ds_16 = warpgroup_mma_wait(0, deps=[dk_future, ds_16])
+    if C.share_p:
+        mem.p.store(prob.to(dtype))
+        fence_async_shared()
+        block_barrier()
+        dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+        dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
+        dk_future = warpgroup_mma(mem.ds, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(2, deps=[dq_future])
+        hand_over(C, mem, base, count, dq)
+        dv = warpgroup_mma_wait(1, deps=[dv_future])
+        arrive(base + 8 * (C.do_empty + do_stage), thread)
+        dk = warpgroup_mma_wait(0, deps=[dk_future])
+    else:
+        if not C.tile.early_dv:
+            prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
+            dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
+        fence_async_shared()
+        block_barrier()
+        dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+        dv, prob_16 = warpgroup_mma_wait(1, deps=[dv_future, prob_16])
+        arrive(base + 8 * (C.do_empty + do_stage), thread)
+        ds_16 = gl.convert_layout(ds, ds_layout)
+        dk_future = warpgroup_mma(ds_16, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq_future])
+        hand_over(C, mem, base, count, dq)
+        dk, ds_16 = warpgroup_mma_wait(0, deps=[dk_future, ds_16])
     arrive(base + 8 * (C.q_empty + stage), thread)
     return dk, dv
 
 
 @jit
 def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
-    """Both warp groups: each has 64 of the keys in S, dP, dK and dV, and its part of every block of dQ."""
+    """Both warp groups: each has its half of the keys, or of the columns, of S, dP, dK and dV, and its part of every block of dQ."""
     BLOCK_N: gl.constexpr = C.block_n
     DIM: gl.constexpr = C.dim
     DIM_V: gl.constexpr = C.dim_v
@@ -305,8 +355,12 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     thread = thread_in_warpgroup(p.seqlen_q)
     tile = find_keys(C, p, gl.program_id(0))
     plain_first, plain_end = plain_blocks(C, p, tile)
-    dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, DIM, 16]))
-    dv = gl.zeros([BLOCK_N, DIM_V], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, DIM_V, 16]))
+    GROUPS: gl.constexpr = C.tile.key_groups
+    WARPS_PER_CTA: gl.constexpr = [4 * GROUPS, 2 // GROUPS]
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM * GROUPS // 2, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM_V * GROUPS // 2, 16])
+    dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=dk_layout)
+    dv = gl.zeros([BLOCK_N, DIM_V], gl.float32, layout=dv_layout)
     wait(base + 8 * C.k_full, 0)
     wait(base + 8 * C.v_full, 0)
     if C.hidden_keys:
@@ -344,6 +398,8 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "seqlen_k",
         "heads_k",
         "group",
+        "head_group",
+        "batch_heads",
         "row_blocks",
         "window_left",
         "window_right",
@@ -373,6 +429,8 @@ def attention_backward(
     seqlen_k,
     heads_k,
     group,
+    head_group,
+    batch_heads,
     row_blocks,
     window_left,
     window_right,
@@ -382,33 +440,41 @@ def attention_backward(
 ):
     """Grid: key tiles, for each key head of the batch. C is the `BackwardVariant`, A where the barriers lie in shared memory."""
     STAGES: gl.constexpr = C.stages
+    DO_STAGES: gl.constexpr = C.do_stages
     BLOCK_M: gl.constexpr = C.block_m
     BLOCK_N: gl.constexpr = C.block_n
     DIM: gl.constexpr = C.dim
     DIM_V: gl.constexpr = C.dim_v
+    DQ_COLUMNS: gl.constexpr = C.dq_columns
     BARRIERS: gl.constexpr = C.barrier_words
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     k = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, DIM], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_N, DIM_V], v_desc.layout)
     q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q_desc.layout)
-    do = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK_M, DIM_V], do_desc.layout)
+    do = gl.allocate_shared_memory(do_desc.dtype, [DO_STAGES, 1, 1, BLOCK_M, DIM_V], do_desc.layout)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout)
     ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
-    dq = gl.allocate_shared_memory(gl.float32, [BLOCK_M, DIM], dq_desc.layout)
+    if C.share_p:
+        prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
+    else:
+        prob = ds
+    dq = gl.allocate_shared_memory(gl.float32, [BLOCK_M, DQ_COLUMNS], dq_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BarrierLayout())
     barrier_init(barriers.index(C.k_full), count=1)
     barrier_init(barriers.index(C.v_full), count=1)
     for s in gl.static_range(STAGES):
         barrier_init(barriers.index(C.q_full + s), count=1)
         barrier_init(barriers.index(C.q_empty + s), count=2)
+    for s in gl.static_range(DO_STAGES):
         barrier_init(barriers.index(C.do_full + s), count=1)
         barrier_init(barriers.index(C.do_empty + s), count=2)
     barrier_init(barriers.index(C.dq_full), count=NUM_WARPS)
+    barrier_init(barriers.index(C.dq_full + 1), count=NUM_WARPS)
     barrier_init(barriers.index(C.dq_empty), count=1)
     fence_async_shared()
     desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
-    mem = Buffers(q, do, lse, delta, k, v, ds, dq, barriers)
+    mem = Buffers(q, do, lse, delta, k, v, prob, ds, dq, barriers)
     p = BackwardProblem(
         lengths_q_ptr,
         lengths_k_ptr,
@@ -422,6 +488,8 @@ def attention_backward(
         seqlen_k,
         heads_k,
         group,
+        head_group,
+        batch_heads,
         row_blocks,
         window_left,
         window_right,
@@ -431,8 +499,9 @@ def attention_backward(
         [
             (compute, (C, A, p, desc, mem)),
             (load_tiles, (C, A, p, desc, mem)),
-            (add_queries, (C, A, p, desc, mem)),
+            (add_queries, (C, A, p, desc, mem, 0)),
+            (add_queries, (C, A, p, desc, mem, 1)),
         ],
-        [1, 1],
-        [C.tile.worker_registers, C.tile.worker_registers],
+        [1, 1, 1],
+        [C.tile.worker_registers, C.tile.worker_registers, C.tile.worker_registers],
     )

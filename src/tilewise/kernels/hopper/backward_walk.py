@@ -25,6 +25,8 @@ class BackwardProblem:
     seqlen_k: gl.tensor
     heads_k: gl.tensor
     group: gl.tensor  # query heads a key head serves
+    head_group: gl.tensor  # key heads that are worked on together
+    batch_heads: gl.tensor  # key heads of the batch
     row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
     window_left: gl.tensor
     window_right: gl.tensor
@@ -45,6 +47,8 @@ class BackwardProblem:
         seqlen_k,
         heads_k,
         group,
+        head_group,
+        batch_heads,
         row_blocks,
         window_left,
         window_right,
@@ -62,6 +66,8 @@ class BackwardProblem:
         self.seqlen_k = seqlen_k
         self.heads_k = heads_k
         self.group = group
+        self.head_group = head_group
+        self.batch_heads = batch_heads
         self.row_blocks = row_blocks
         self.window_left = window_left
         self.window_right = window_right
@@ -97,10 +103,17 @@ class KeyTile:
 
 @jit
 def find_keys(C: gl.constexpr, p, number):
-    """The `number`-th tile of keys: those of one key head are neighbours, the first key first."""
+    """The `number`-th tile of keys. Inside a group of heads the first keys of all come first: they are the longest under a causal mask, and
+    a CTA then follows the one whose additions to dQ it waits for at a distance.
+    """
     key_blocks = (p.seqlen_k + C.block_n - 1) >> C.log2_block_n
-    batch_head = divide(number, key_blocks)
-    block = number - batch_head * key_blocks
+    section_size = key_blocks * p.head_group
+    section = divide(number, section_size)
+    inside = number - section * section_size
+    first_head = section * p.head_group
+    section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
+    block = divide(inside, section_heads)
+    batch_head = first_head + (inside - block * section_heads)
     batch = divide(batch_head, p.heads_k)
     length_q = p.seqlen_q
     length_k = p.seqlen_k
