@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,7 +69,7 @@ def groups() -> dict[str, list[BackwardCase]]:
         lengths = replace(base, lengths_q=(333, 100), lengths_k=(333, 77), sizes=(333, 333), poison=True)
         found[f"lengths d{dim}"] = expand(lengths, right=(-1, 0), left=(-1, 50), deterministic=(False, True))
         found[f"transforms d{dim}"] = expand(
-            replace(base, sizes=(333, 333)), softcap=(0.0, 15.0), alibi=(False, True), right=(-1, 0), sink=(False, True)
+            replace(base, sizes=(333, 333)), softcap=(0.0, 15.0), alibi=(False, True), right=(-1, 0), sink=(True,)
         )
     small = BackwardCase(sizes=(333, 333))
     dims = ((8, 8), (24, 24), (40, 40), (64, 128), (128, 64), (72, 72), (80, 96), (120, 16))
@@ -117,12 +118,14 @@ def expected(case: BackwardCase, call, cot: Cotangents, low: bool) -> dict[str, 
     leaves = {name: (x if low else x.double()).detach().requires_grad_() for name, x in given.items()}
     if t.sink is not None:
         leaves["sink"] = t.sink.to(state).detach().requires_grad_()
+    if t.alibi_slopes is not None:
+        leaves["alibi_slopes"] = t.alibi_slopes.to(state).detach().requires_grad_()
     k, v = (leaves[x].repeat_interleave(group, 1) for x in "kv")
     s = (leaves["q"] @ k.mT).to(state) * call.rules.softmax_scale
     if case.softcap:
         s = case.softcap * torch.tanh(s / case.softcap)
     if t.alibi_slopes is not None:
-        s = s - t.alibi_slopes[:, :, None, None].to(state) * call.extra["distance"].to(state)
+        s = s - leaves["alibi_slopes"][:, :, None, None] * call.extra["distance"].to(state)
     hidden = ~call.visible.expand(s.shape)
     s = s.masked_fill(hidden, float("-inf"))
     top = s
@@ -148,12 +151,14 @@ def run_backward(case: BackwardCase, call, results: Outputs, cot: Cotangents) ->
     got = {name: torch.full_like(x, float("nan")) for name, x in (("q", t.q), ("k", t.k), ("v", t.v)) if name in case.needs}
     if t.sink is not None:
         got["sink"] = torch.full_like(t.sink, float("nan"))
+    if t.alibi_slopes is not None and not case.deterministic:
+        got["alibi_slopes"] = torch.full_like(t.alibi_slopes, float("nan"))
     needs = frozenset(got)
     rules = replace(call.rules, deterministic=case.deterministic)
     refusal = hopper.why_not(t, rules, Request(backward=True, needs=needs, dlse=case.dlse), target_of(t.q.device))
     if refusal is not None:
         raise RuntimeError(f"refused: {refusal}")
-    grads = Gradients(got.get("q"), got.get("k"), got.get("v"), dsink=got.get("sink"))
+    grads = Gradients(got.get("q"), got.get("k"), got.get("v"), dsink=got.get("sink"), dalibi_slopes=got.get("alibi_slopes"))
     hopper.backward(t, rules, Saved(results.out, results.lse), cot, grads)
     return got
 
@@ -173,7 +178,7 @@ def judge(case: BackwardCase) -> str | None:
     for name, x in got.items():
         want = exact[name]
         norm = max(want.norm().item(), 1e-3 * size * math.sqrt(want.numel()), 1e-20)
-        error, allowed = (x - want).norm().item() / norm, 1.5 * (low[name] - want).norm().item() / norm + 2e-3
+        error, allowed = (x - want).norm().item() / norm, 1.5 * (low[name] - want).norm().item() / norm + (2e-3 if name in "qkv" else 1e-2)
         if not error <= allowed:
             bad = ((x.double() - want).abs().nan_to_num(1e9) > 0.1 * want.abs().max()).nonzero()
             where = bad[0].tolist() if len(bad) else "nowhere"
@@ -276,10 +281,7 @@ def run_checks(names: list[str], limit: float, jobs: int) -> list[str]:
 
 def tried_tiles() -> dict[str, tuple[int, object]]:
     """Tiles to time: name -> (head dim, tile); the shipped ones first."""
-    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"])}
-
-
-HG = backward_launch.head_group
+    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"]), "256 early": (256, replace(TILES["256"], early_dv=True))}
 
 
 def time_grid(a: argparse.Namespace) -> int:
@@ -314,7 +316,10 @@ def time_grid(a: argparse.Namespace) -> int:
                     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
                 def ours(tile, ordered, t=t, r=r, saved=saved, cot=cot, grads=grads):
-                    def program(t, r):
+                    def program(t, r, slope_gradient):
+                        if tile is None:
+                            nothing = defaultdict(lambda: lambda *_: None)
+                            return backward_launch.BackwardProgram(backward_launch.variant_of(t, r), 0, nothing)
                         variant = replace(backward_launch.variant_of(t, r), tile=tile, ordered=ordered)
                         if variant not in built:
                             kernel, address = backward_launch.build(variant, "fp32")
@@ -330,12 +335,8 @@ def time_grid(a: argparse.Namespace) -> int:
                     candidates[name] = lambda tile=tile: ours(tile, False)
                 first = next(iter(tiles.values()))
                 candidates["ordered"] = lambda: ours(first, True)
-                for name, ordered, factor in (("g1", False, 0), ("ordered g.5x", True, 0.5)):
-                    def grouped(ordered=ordered, factor=factor, first=first):
-                        backward_launch.head_group = lambda n, b: max(1, int(min(n, HG(n, b) * factor)))
-                        ours(first, ordered)
-                        backward_launch.head_group = HG
-                    candidates[name] = grouped
+                # What the two small kernels take: all of it but the large one.
+                candidates["rows only"] = lambda: ours(None, False)
                 if a.portable:
                     candidates["triton"] = lambda t=t, r=r, s=saved, c=cot, g=grads: triton.backward(t, r, s, c, g)
                 wanted = cudnn()
@@ -344,7 +345,7 @@ def time_grid(a: argparse.Namespace) -> int:
                         x.fill_(float("nan"))
                     candidate()
                     pairs = zip((grads.dq, grads.dk, grads.dv), wanted, strict=True)
-                    if name != "cudnn" and not all((x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in pairs):
+                    if name not in ("cudnn", "rows only") and not all((x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in pairs):
                         print(f"d{dim} {seqlen} causal={causal} {name}: WRONG")
                         del candidates[name]
                 times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -352,7 +353,8 @@ def time_grid(a: argparse.Namespace) -> int:
                     for name, candidate in candidates.items():
                         times[name].append(do_bench(candidate, warmup=3, rep=a.rep, return_mode="median"))
                 speed = {name: work / statistics.median(ms) / 1e9 for name, ms in times.items()}
-                text = " ".join(f"{name.replace(' ', '_')}={x:.0f}" for name, x in speed.items())
+                text = " ".join(f"{name.replace(' ', '_')}={x:.0f}" for name, x in speed.items() if name != "rows only")
+                text += f" | rows only {statistics.median(times['rows only']) / statistics.median(times['cudnn']):.3f} of cudnn's time"
                 ratio = speed.get(next(iter(tiles)), 0.0) / speed["cudnn"]
                 ratios.append(ratio)
                 print(f"d{dim} {'causal' if causal else 'full'} {seqlen} | {text} | shipped/cudnn {ratio:.3f}", flush=True)
@@ -370,8 +372,8 @@ def main() -> int:
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--portable", action="store_true", help="time the portable Triton kernels too")
-    parser.add_argument("--dims", default="128,256,64")
-    parser.add_argument("--seqs", default="4096,16384,1024")
+    parser.add_argument("--dims", default="256,128,64")
+    parser.add_argument("--seqs", default="4096,1024,16384")
     parser.add_argument("--tiles", default="", help="of those that can be timed; empty: all")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048)

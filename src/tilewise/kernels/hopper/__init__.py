@@ -75,8 +75,6 @@ def _unserved_tensor(t: Operands, request: Request) -> str | None:
 def _unserved_gradient(t: Operands, request: Request) -> str | None:
     if -(-t.q.shape[2] // 128) * 128 * t.q.shape[0] * t.q.shape[1] >= 1 << 31:
         return "its backward pass counts the queries of all heads in 32 bits"
-    if "alibi_slopes" in request.needs:
-        return "its backward pass has no gradient of alibi_slopes"
     if request.needs and not ("q" in request.needs and request.needs & {"k", "v"}):
         return "its backward pass computes the gradients of q, k and v together, and not all are asked for"
     return None
@@ -101,7 +99,7 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     if request.backward:
         from .backward_launch import variant_of, workspace_bytes
 
-        v = variant_of(t, r)
+        v = variant_of(t, r, "alibi_slopes" in request.needs)
         tiles = f"tiles of {v.block_m} x {v.block_n}, 2 consumer warp groups, a loading and an adding warp, {v.stages} stages"
         return f"{tiles}, {workspace_bytes(t, r) / 2**20:.1f} MiB of workspace"
     from .configs import ROWS

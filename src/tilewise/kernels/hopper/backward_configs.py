@@ -41,6 +41,7 @@ class BackwardVariant:
     hidden_rows: bool = False  # some query of a visited tile may see no key or lie beyond its length: its Q and dO are cleared
     softcap: bool = False
     alibi: bool = False
+    slope_gradient: bool = False
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
 
     @property

@@ -52,6 +52,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "lengths_q_ptr": "*i32",
         "lengths_k_ptr": "*i32",
         "slopes_ptr": f"*{slopes}",
+        "dslopes_ptr": "*fp32",
         "turns_ptr": "*i32",
         "scale": "fp32",
         "exp_scale": "fp32",
@@ -82,7 +83,7 @@ def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
 
 
-def variant_of(t: Operands, r: Rules) -> BackwardVariant:
+def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardVariant:
     """The kernel that serves a call; `why_not` has said that one does."""
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
     lengths = t.seqused_q is not None or t.seqused_k is not None
@@ -99,6 +100,7 @@ def variant_of(t: Operands, r: Rules) -> BackwardVariant:
         hidden_rows=t.seqused_q is not None or (r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)),
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
+        slope_gradient=slope_gradient,
         ordered=r.deterministic,
     )
 
@@ -106,7 +108,7 @@ def variant_of(t: Operands, r: Rules) -> BackwardVariant:
 _programs: dict[tuple, BackwardProgram] = {}
 
 
-def program_for(t: Operands, r: Rules) -> BackwardProgram:
+def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     q, slopes = t.q, t.alibi_slopes
     surplus = t.k.shape[2] - q.shape[2]
@@ -122,12 +124,13 @@ def program_for(t: Operands, r: Rules) -> BackwardProgram:
         t.seqused_k is None,
         r.softcap > 0,
         None if slopes is None else slopes.dtype,
+        slope_gradient,
         r.deterministic,
         q.device.index,
     )
     found = _programs.get(key)
     if found is None:
-        variant = variant_of(t, r)
+        variant = variant_of(t, r, slope_gradient)
         kernel, address = build(variant, "fp32" if slopes is None else element_type(slopes.dtype))
         found = _programs[key] = BackwardProgram(variant, address, kernel)
     return found
@@ -159,7 +162,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     )
     batch, heads, seqlen_q, dim = q.shape
     heads_k, seqlen_k, dim_v = v.shape[1:]
-    program = program_for(t, r)
+    program = program_for(t, r, grads.dalibi_slopes is not None)
     variant = program.variant
     padded = -(-seqlen_q // ROW_PADDING) * ROW_PADDING
     row_blocks = padded // variant.block_m
@@ -187,9 +190,11 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
 
     dk = k.new_empty(k.shape) if grads.dk is None else _by_tma(grads.dk)
     dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
+    key_blocks = -(-seqlen_k // variant.block_n)
+    dslopes = None if grads.dalibi_slopes is None else q.new_empty(batch, heads, key_blocks, dtype=torch.float32)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = delta.data_ptr()
-    kernel = program.kernel[(-(-seqlen_k // variant.block_n) * batch * heads_k, 1, 1)]
+    kernel = program.kernel[(key_blocks * batch * heads_k, 1, 1)]
     kernel(
         descriptor(q),
         descriptor(k),
@@ -203,6 +208,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         pointer if lengths_q is None else lengths_q.data_ptr(),
         pointer if lengths_k is None else lengths_k.data_ptr(),
         pointer if slopes is None else slopes.data_ptr(),
+        pointer if dslopes is None else dslopes.data_ptr(),
         pointer if turns is None else turns.data_ptr(),
         r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else 1.0,
         LOG2_E if variant.softcap else r.softmax_scale * LOG2_E,
@@ -225,6 +231,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         grads.dk.copy_(dk)
     if grads.dv is not None and dv is not grads.dv:
         grads.dv.copy_(dv)
+    if grads.dalibi_slopes is not None and dslopes is not None:
+        one_a_head = dslopes.sum(2)
+        grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)
     if grads.dq is not None:
         finish_queries[(row_blocks * batch * heads,)](
             acc, turns, grads.dq, r.softmax_scale, *grads.dq.stride()[:3], heads, seqlen_q, row_blocks,

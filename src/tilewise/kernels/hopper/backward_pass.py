@@ -35,6 +35,7 @@ from .barriers import (
     await_turn,
     give_turn,
     phase_of,
+    settled,
     shared_address,
     stage_of,
     thread_in_warpgroup,
@@ -237,27 +238,37 @@ def clear_hidden_rows(C: gl.constexpr, p, q, do, tile, block):
 
 
 @jit
-def hand_over(C: gl.constexpr, mem, base, count, dq):
-    """Put dQ [block_m, dim] where the adding warps take it. In two parts, each has the first or the second half of every warp group's
-    columns, so that no register changes its thread; `finish_queries` puts the columns in order again.
-    """
-    if C.dq_parts == 1:
-        wait(base + 8 * C.dq_empty, (count & 1) ^ 1)
-        mem.dq.store(dq)
-        arrive_each_warp(base + 8 * (C.dq_full + (count & 1)))
-    else:
-        first, second = gl.split(gl.permute(gl.reshape(dq, [C.block_m, 2, 2, 64]), (0, 1, 3, 2)))
-        wait(base + 8 * C.dq_empty, 1)
-        mem.dq.store(gl.reshape(first, [C.block_m, 128]))
-        arrive_each_warp(base + 8 * C.dq_full)
-        wait(base + 8 * C.dq_empty, 0)
-        mem.dq.store(gl.reshape(second, [C.block_m, 128]))
-        arrive_each_warp(base + 8 * (C.dq_full + 1))
+def partial_sums(C: gl.constexpr, x):
+    """[block_n, block_m] -> [block_n, warp groups along the columns, 4]: what each thread can add up alone."""
+    SPLIT: gl.constexpr = 2 // C.tile.key_groups
+    BLOCK_N: gl.constexpr = C.block_n
+    PAIRS: gl.constexpr = C.block_m // SPLIT // 8
+    return gl.sum(gl.sum(gl.reshape(x, [BLOCK_N, SPLIT, PAIRS, 4, 2]), 4), 2)
 
 
 @jit
-def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv):
-    """What one query block adds to dK and dV, and its dQ. `count` numbers the query blocks of this CTA."""
+def hand_over(C: gl.constexpr, mem, base, number, part):
+    """Put a part of dQ [block_m, dq_columns] where the adding warps take it. `number` counts the parts of this CTA."""
+    wait(base + 8 * C.dq_empty, (number & 1) ^ 1)
+    mem.dq.store(part)
+    arrive_each_warp(base + 8 * (C.dq_full + (number & 1)))
+
+
+@jit
+def halves(C: gl.constexpr, dq):
+    """The two parts of dQ [block_m, 256]: each has the first or the second half of every warp group's columns, so that no register
+    changes its thread; `finish_queries` puts the columns in order again.
+    """
+    BLOCK_M: gl.constexpr = C.block_m
+    first, second = gl.split(gl.permute(gl.reshape(dq, [BLOCK_M, 2, 2, 64]), (0, 1, 3, 2)))
+    return gl.reshape(first, [BLOCK_M, 128]), gl.reshape(second, [BLOCK_M, 128])
+
+
+@jit
+def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv, rest, dslope):
+    """What one query block adds to dK, dV and dslope, and its dQ. `count` numbers the query blocks of this CTA; `rest` is the second part
+    of dQ of the block before, where it leaves in two: it waits for the first to be gone under this block's first products.
+    """
     BLOCK_M: gl.constexpr = C.block_m
     BLOCK_N: gl.constexpr = C.block_n
     DIM: gl.constexpr = C.dim
@@ -289,6 +300,9 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     wait(base + 8 * (C.do_full + do_stage), do_phase)
     zero_dp = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
     dp_future = warpgroup_mma(v, do.permute((1, 0)), zero_dp, use_acc=False, is_async=True)
+    if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
+        if count > 0:
+            hand_over(C, mem, base, 1, rest)
     s = warpgroup_mma_wait(1, deps=[s_future])  # [block_n, block_m]
     if C.softcap:
         # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale; its derivative is 4 r (1 - r) of the same quotient
@@ -303,30 +317,42 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
     wait(base + 8 * C.k_full, 0)
     delta = mem.delta.index(do_stage).load(row_layout)
-    if C.tile.early_dv:
+    if C.share_p:
+        if C.tile.early_dv:
+            block_barrier()  # the other warp group may still have read P and dS of the block before
+            mem.p.store(prob.to(dtype))
+            fence_async_shared()
+            block_barrier()
+            dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp_future])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp_future])
+    elif C.tile.early_dv:
         prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_future])
         dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_future])
     ds = prob * (dp - delta[None, :])
+    if C.slope_gradient:
+        dslope -= partial_sums(C, ds * distances(C, tile, block, s_layout))
     if C.softcap:
         ds = ds * (4.0 * r - 4.0 * r * r)
     ds = ds.to(dtype)
     mem.ds.store(ds)
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
     if C.share_p:
-        mem.p.store(prob.to(dtype))
+        if not C.tile.early_dv:
+            mem.p.store(prob.to(dtype))
         fence_async_shared()
         block_barrier()
+        if not C.tile.early_dv:
+            dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
         dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-        dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
         dk_future = warpgroup_mma(mem.ds, q, dk, is_async=True)
-        dq = warpgroup_mma_wait(2, deps=[dq_future])
-        hand_over(C, mem, base, count, dq)
-        dv = warpgroup_mma_wait(1, deps=[dv_future])
+        dv = warpgroup_mma_wait(2, deps=[dv_future])
         arrive(base + 8 * (C.do_empty + do_stage), thread)
-        dk = warpgroup_mma_wait(0, deps=[dk_future])
+        dq = warpgroup_mma_wait(1, deps=[dq_future])
     else:
         if not C.tile.early_dv:
             prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
@@ -339,15 +365,24 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
         ds_16 = gl.convert_layout(ds, ds_layout)
         dk_future = warpgroup_mma(ds_16, q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq_future])
+    if C.dq_parts == 1:
         hand_over(C, mem, base, count, dq)
+    else:
+        first, rest = halves(C, dq)
+        hand_over(C, mem, base, 0, first)
+        rest = settled(rest)
+    if C.share_p:
+        dk = warpgroup_mma_wait(0, deps=[dk_future])
+    else:
         dk, ds_16 = warpgroup_mma_wait(0, deps=[dk_future, ds_16])
     arrive(base + 8 * (C.q_empty + stage), thread)
-    return dk, dv
+    return dk, dv, rest, dslope
 
 
 @jit
 def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     """Both warp groups: each has its half of the keys, or of the columns, of S, dP, dK and dV, and its part of every block of dQ."""
+    BLOCK_M: gl.constexpr = C.block_m
     BLOCK_N: gl.constexpr = C.block_n
     DIM: gl.constexpr = C.dim
     DIM_V: gl.constexpr = C.dim_v
@@ -365,16 +400,34 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     wait(base + 8 * C.v_full, 0)
     if C.hidden_keys:
         clear_hidden_keys(C, p, mem, tile)
+    rest = 0
+    if C.dq_parts == 2:
+        dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
+        _, rest = halves(C, gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout))
     count = 0
     for g in range(p.group):
         slope_log2 = 0.0
+        dslope = 0
+        head = tile.head_k * p.group + g
+        if C.slope_gradient:
+            s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, BLOCK_M * GROUPS // 2, 16])
+            dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
         if C.alibi:
-            head = tile.head_k * p.group + g
             slope_log2 = gl.load(p.slopes_ptr + tile.batch * p.stride_slopes + head).to(gl.float32) * LOG2_E
         for j in range(tile.blocks):
             block = tile.last_block - j
-            dk, dv = add_block(C, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv)
+            dk, dv, rest, dslope = add_block(
+                C, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv, rest, dslope
+            )
             count += 1
+        if C.slope_gradient:
+            query_head = tile.batch * p.heads_k * p.group + head
+            key_blocks = (p.seqlen_k + BLOCK_N - 1) >> C.log2_block_n
+            total = gl.sum(gl.sum(gl.sum(dslope, 2), 1), 0)
+            gl.store(p.dslopes_ptr + query_head.to(gl.int64) * key_blocks + tile.block, total)
+    if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
+        if count > 0:
+            hand_over(C, mem, base, 1, rest)
     # All products are done in every warp: K and V make room for what leaves.
     block_barrier()
     mem.v.reshape([BLOCK_N, DIM_V]).store(dv.to(mem.v.dtype))
@@ -405,7 +458,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "window_right",
         "stride_slopes",
     ],
-    do_not_specialize_on_alignment=["lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "turns_ptr"],
+    do_not_specialize_on_alignment=["lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "dslopes_ptr", "turns_ptr"],
 )
 def attention_backward(
     q_desc,
@@ -420,6 +473,7 @@ def attention_backward(
     lengths_q_ptr,
     lengths_k_ptr,
     slopes_ptr,
+    dslopes_ptr,
     turns_ptr,
     scale,
     exp_scale,
@@ -479,6 +533,7 @@ def attention_backward(
         lengths_q_ptr,
         lengths_k_ptr,
         slopes_ptr,
+        dslopes_ptr,
         turns_ptr,
         scale,
         exp_scale,

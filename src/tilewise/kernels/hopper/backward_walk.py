@@ -16,6 +16,7 @@ class BackwardProblem:
     lengths_q_ptr: gl.tensor
     lengths_k_ptr: gl.tensor
     slopes_ptr: gl.tensor
+    dslopes_ptr: gl.tensor  # float32 (B * Hq, key blocks): what each tile of keys adds to the gradient of its slope
     turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have been added to each block of dQ
     scale: gl.tensor  # of q.k, where it is applied before the exponential
     exp_scale: gl.tensor  # turns a score into the exponent of 2
@@ -38,6 +39,7 @@ class BackwardProblem:
         lengths_q_ptr,
         lengths_k_ptr,
         slopes_ptr,
+        dslopes_ptr,
         turns_ptr,
         scale,
         exp_scale,
@@ -57,6 +59,7 @@ class BackwardProblem:
         self.lengths_q_ptr = lengths_q_ptr
         self.lengths_k_ptr = lengths_k_ptr
         self.slopes_ptr = slopes_ptr
+        self.dslopes_ptr = dslopes_ptr
         self.turns_ptr = turns_ptr
         self.scale = scale
         self.exp_scale = exp_scale

@@ -24,6 +24,12 @@ def pinned(x):
 
 
 @jit
+def settled(x):
+    """x (float32), in registers that no wgmma has written: reading one that a wgmma wrote makes ptxas wait for all that run."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@jit
 def shared_address(offset: gl.constexpr, anchor):
     """Address of the byte `offset` of the CTA's shared memory. `anchor` is any int32 scalar."""
     start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [anchor], dtype=gl.int32, is_pure=True, pack=1)
