@@ -116,7 +116,7 @@ def explain(
         dtype=dtype,
         flops=cost.flops(problem, pass_),
         bytes=cost.least_bytes(problem, pass_),
-        extra_bytes=cost.extra_bytes(problem, pass_),
+        extra_bytes=_extra_bytes(chosen, t, r, problem, pass_),
         unfused_bytes=cost.unfused_bytes(problem, pass_),
         roofline_ms=floor.seconds * 1e3 if floor else None,
         bound=floor.bound if floor else "",
@@ -137,6 +137,12 @@ def _tiles(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Req
     if chosen.backend not in ("triton", "hopper"):
         return ""
     return chosen.kernels().describe(t, r, request, target)
+
+
+def _extra_bytes(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, problem: cost.Problem, pass_: str) -> int:
+    if chosen.backend == "hopper" and pass_ == "bwd":
+        return cost.state_bytes(problem) + chosen.kernels().workspace_bytes(t, r)
+    return cost.extra_bytes(problem, pass_)
 
 
 def _size(count: float) -> str:
