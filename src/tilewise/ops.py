@@ -350,16 +350,15 @@ def _call_backward_function(*args: Any) -> Any:
     return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
 
 
-class _Direct(_Attention):
+class _Direct(torch.autograd.Function):
     """The same without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return _run_forward(dict(zip(_FLAT_ARGS, args, strict=False)) | {"captured": list(args[len(_FLAT_ARGS) :])})
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, dict(zip(_FLAT_ARGS, inputs, strict=False)) | {"captured": inputs[len(_FLAT_ARGS) :]}, output)
+    def forward(ctx: Any, *args: Any) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+        named = dict(zip(_FLAT_ARGS, args, strict=False)) | {"captured": list(args[len(_FLAT_ARGS) :])}
+        results = _run_forward(named)
+        _save(ctx, named, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
