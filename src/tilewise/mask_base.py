@@ -48,7 +48,7 @@ class Mask:
         shown = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if isinstance(value, Tensor) or value != field.default:
+            if field.repr and (isinstance(value, Tensor) or value != field.default):
                 shown.append(f"{field.name}={_shown(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
