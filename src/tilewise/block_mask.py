@@ -15,8 +15,8 @@ from torch import Tensor
 from . import tile_cache
 from .errors import UnsupportedAttention
 from .expressions import same_device
-from .mask_base import UNLIMITED, Mask, _indices
-from .masks import Blocks, Custom, Dense, Lowered, lower
+from .mask_base import Mask, indices
+from .masks import Blocks, Custom, Dense, Lowered, conjuncts, lower
 from .score_mod import Program
 from .tile_status import EMPTY, FULL, PARTIAL, Grid, tile_status, transpose
 
@@ -324,7 +324,7 @@ class BlockMask:
         status = self.status()
         for m in range(grid.rows):
             queries = range(m * grid.block_m, min((m + 1) * grid.block_m, self.seqlen_q))
-            at = _indices(device, range(self.batch), range(self.heads), queries, self.seqlen_k, self.seqlen_q, None, None)
+            at = indices(device, range(self.batch), range(self.heads), queries, self.seqlen_k, self.seqlen_q, None, None)
             shape = self.batch, self.heads, len(queries), self.seqlen_k
             visible = self.rule.predicate(at).expand(shape).to(torch.uint8)
             padding = (0, grid.columns * grid.block_n - self.seqlen_k)
@@ -388,14 +388,18 @@ class BlockMask:
         return self.lists if self.lowered.program_text or self.lowered.dense is not None else None
 
 
-def lists_of_blocks(rule: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> TileLists | None:
-    """The lists of a rule that has `Blocks` among what it combines by `&`, in tiles that its blocks are made of; else None."""
-    from .masks import _conjuncts
+def lists_of_blocks(
+    rule: Mask, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool = False
+) -> TileLists | None:
+    """The lists of a rule with `Blocks` among what it combines by `&`, in tiles that its blocks are made of.
 
-    sizes = [part.block_sizes for part in _conjuncts(rule) if isinstance(part, Blocks)]
+    None for other rules, for blocks too odd for tiles, and where lengths move the positions that the rule depends on.
+    """
+    sizes = [part.block_sizes for part in conjuncts(rule) if isinstance(part, Blocks)]
     if not sizes or any(size % BLOCK_SIZES[0] for size in sizes[0]):
         return None
-    return BlockMask(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=_served(sizes[0]), device=device).lists
+    mask = BlockMask(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=_served(sizes[0]), device=device)
+    return mask.lists if mask.position_free or not ragged else None
 
 
 def _served(sizes: tuple[int, int]) -> tuple[int, int]:

@@ -419,7 +419,7 @@ def lower(
     window = rule.implied_window()
     rest: Mask | None = None
     visible: Tensor | None = None
-    for part in _conjuncts(rule):
+    for part in conjuncts(rule):
         if ragged and any(isinstance(leaf, Blocks) for leaf in _leaves(part)):
             raise UnsupportedAttention(
                 "Blocks count from the start of one common sequence and have no meaning for packed sequences; use Document & Custom"
@@ -434,10 +434,10 @@ def lower(
     return Lowered(*window, text, captured, visible)
 
 
-def _conjuncts(rule: Mask) -> Iterator[Mask]:
+def conjuncts(rule: Mask) -> Iterator[Mask]:
     if isinstance(rule, And):
-        yield from _conjuncts(rule.first)
-        yield from _conjuncts(rule.second)
+        yield from conjuncts(rule.first)
+        yield from conjuncts(rule.second)
     else:
         yield rule
 

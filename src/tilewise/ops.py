@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import plan
+from .block_mask import TENSORS, TileLists
 from .cost import Problem, flops
 from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
 
@@ -33,6 +35,7 @@ RULES = (
     "layout",
     "backend",
 )
+BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none, and the sizes of its tiles
 AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
@@ -45,20 +48,21 @@ _RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
     "str score_mod, str mask_mod, str layout, str backend"
 )
+_BLOCK_SCHEMA = "Tensor[] blocks, int block_m, int block_n"
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
+    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux, {_BLOCK_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs, {_BLOCK_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
-_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
+_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux", *BLOCKS)
+_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs", *BLOCKS)
 
 
 def float32_precision_allows_tf32() -> bool:
@@ -99,7 +103,8 @@ def operands(args: dict[str, Any]) -> Operands:
     if tensors["alibi_slopes"] is not None and tensors["alibi_slopes"].ndim == 1:
         tensors["alibi_slopes"] = tensors["alibi_slopes"][None]
     tensors["captured"] = tuple(tensors["captured"])
-    return Operands(**tensors)
+    lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
+    return Operands(**tensors, blocks=lists)
 
 
 def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
@@ -215,8 +220,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     args = dict(zip(_FORWARD_ARGS, inputs, strict=True))
     out, lse, _, _, entropy = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["captured"])
+    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["blocks"], *args["captured"])
     ctx.captured = len(args["captured"])
+    ctx.block_sizes = args["block_m"], args["block_n"]
     ctx.rules = tuple(args[name] for name in RULES)
     ctx.allow_tf32 = float32_precision_allows_tf32()
 
@@ -229,11 +235,12 @@ def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool
             "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
         )
     out, lse, entropy, *saved = ctx.saved_tensors
-    count = len(OPERANDS) - 1
-    operands, captured = saved[:count], saved[count:]
+    count, lists = len(OPERANDS) - 1, _list_count(ctx.block_sizes[0])
+    operands, blocks, captured = saved[:count], saved[count : count + lists], saved[count + lists :]
     if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
         return [None] * len(needs)
-    grads = iter(backward_op(dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs))
+    given = (dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs)
+    grads = iter(backward_op(*given, blocks, *ctx.block_sizes))
     return [next(grads) if needed else None for needed in needs]
 
 
@@ -245,7 +252,12 @@ def _autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     needed = dict(zip(_FORWARD_ARGS, ctx.needs_input_grad, strict=True))
     needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], ctx.captured)
     named, captured = _split(_gradients(ctx, cotangents, needs, torch.ops.tilewise.attention_backward))
-    return tuple(captured if name == "captured" else named.get(name) for name in _FORWARD_ARGS)
+    lists = {"captured": captured, "blocks": [None] * _list_count(ctx.block_sizes[0])}
+    return tuple(lists[name] if name in lists else named.get(name) for name in _FORWARD_ARGS)
+
+
+def _list_count(block_m: int) -> int:
+    return len(TENSORS) if block_m else 0
 
 
 def _as_list(needed: Any, count: int) -> list[bool]:
@@ -266,80 +278,82 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-class _Attention(torch.autograd.Function):
-    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula.
+_TENSOR_LISTS = ("blocks", "captured")
 
-    Takes the arguments of the op with the captured tensors last, one by one.
-    """
+
+def _flatten(names: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
+    """The arguments with the lists of tensors last, one by one, as autograd functions take them."""
+    given = dict(zip(names, args, strict=True))
+    lists = [x for name in _TENSOR_LISTS for x in given[name]]
+    return [value for name, value in given.items() if name not in _TENSOR_LISTS] + lists
+
+
+def _regroup(names: tuple[str, ...], flat: Sequence[Any], block_m: int) -> list[Any]:
+    """What `_flatten` was given, from what it made of it; or anything that is laid out like it, such as the vmapped dimensions."""
+    rest = iter(flat)
+    single = {name: next(rest) for name in names if name not in _TENSOR_LISTS}
+    single["blocks"] = [next(rest) for _ in range(_list_count(block_m))]
+    single["captured"] = list(rest)
+    return [single[name] for name in names]
+
+
+def _block_m(names: tuple[str, ...], flat: Sequence[Any]) -> int:
+    return flat[[name for name in names if name not in _TENSOR_LISTS].index("block_m")]
+
+
+class _Attention(torch.autograd.Function):
+    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        head, captured = args[: len(_FORWARD_ARGS) - 1], list(args[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        return torch.ops.tilewise.attention_forward(*head[:position], captured, *head[position:])
+    def forward(*flat: Any) -> Any:
+        return torch.ops.tilewise.attention_forward(*_regroup(_FORWARD_ARGS, flat, _block_m(_FORWARD_ARGS, flat)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        head, captured = inputs[: len(_FORWARD_ARGS) - 1], list(inputs[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        _setup_context(ctx, (*head[:position], captured, *head[position:]), output)
+        _setup_context(ctx, tuple(_regroup(_FORWARD_ARGS, inputs, _block_m(_FORWARD_ARGS, inputs))), output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        flat_names = [name for name in _FORWARD_ARGS if name != "captured"]
-        needed = dict(zip(flat_names, ctx.needs_input_grad, strict=False))
-        needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(flat_names) :])
+        needed = _regroup(_FORWARD_ARGS, ctx.needs_input_grad, ctx.block_sizes[0])
+        by_name = dict(zip(_FORWARD_ARGS, needed, strict=True))
+        needs = [by_name[name] for name in DIFFERENTIABLE] + by_name["captured"]
         named, captured = _split(_gradients(ctx, cotangents, needs, _call_backward_function))
-        return (*(named.get(name) for name in flat_names), *captured)
+        lists = {"captured": captured, "blocks": [None] * len(by_name["blocks"])}
+        return tuple(_flatten(_FORWARD_ARGS, [lists[name] if name in lists else named.get(name) for name in _FORWARD_ARGS]))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        split = len(_FORWARD_ARGS) - 1
-        position = _FORWARD_ARGS.index("captured")
-
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[split:]), *flat[position:split]]
-
-        return _vmap_forward(info, regroup(in_dims), *regroup(args))
+    def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        block_m = _block_m(_FORWARD_ARGS, flat)
+        return _vmap_forward(info, _regroup(_FORWARD_ARGS, in_dims, block_m), *_regroup(_FORWARD_ARGS, flat, block_m))
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward op under torch.func transforms: differentiating it raises instead of giving a silent zero."""
 
     @staticmethod
-    def forward(count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-        return tuple(
-            torch.ops.tilewise.attention_backward(*args[:position], list(args[position : position + count]), *args[position + count :])
-        )
+    def forward(*flat: Any) -> Any:
+        return tuple(torch.ops.tilewise.attention_backward(*_regroup(_BACKWARD_ARGS, flat, _block_m(_BACKWARD_ARGS, flat))))
 
     setup_context = staticmethod(_setup_nothing)
     backward = staticmethod(_refuse_double_backward)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[position : position + count]), *flat[position + count :]]
-
-        outs, dims = _vmap_backward(info, regroup(in_dims[1:]), *regroup(args))
+    def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        block_m = _block_m(_BACKWARD_ARGS, flat)
+        outs, dims = _vmap_backward(info, _regroup(_BACKWARD_ARGS, in_dims, block_m), *_regroup(_BACKWARD_ARGS, flat, block_m))
         return tuple(outs), tuple(dims)
 
 
 def _call_backward_function(*args: Any) -> Any:
-    position = _BACKWARD_ARGS.index("captured")
-    captured = args[position]
-    return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
+    return _AttentionBackward.apply(*_flatten(_BACKWARD_ARGS, args))
 
 
 def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op by keywords, in whatever way the active transforms need. Returns (out, lse, max_logits, key_mass, entropy)."""
-    flat = [args[name] for name in _FORWARD_ARGS]
+    ordered = [args[name] for name in _FORWARD_ARGS]
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        position = _FORWARD_ARGS.index("captured")
-        return _Attention.apply(*flat[:position], *flat[position + 1 :], *flat[position])
-    return torch.ops.tilewise.attention_forward(*flat)
+        return _Attention.apply(*_flatten(_FORWARD_ARGS, ordered))
+    return torch.ops.tilewise.attention_forward(*ordered)
 
 
 # --------------------------------------------------------------------------------------------------------------------- vmap
@@ -375,6 +389,8 @@ def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
     if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
         return False
     batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
+    if any(x.shape[0] > 1 for x in args["blocks"]):
+        return False
     for name in ("bias", "mask"):
         x, dim = args[name], dims[name]
         if x is None:
