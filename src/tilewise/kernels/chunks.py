@@ -42,6 +42,10 @@ class Keys(NamedTuple):
     def stop(self) -> int:
         return self.runs[-1].stop
 
+    @property
+    def count(self) -> int:
+        return sum(run.stop - run.start for run in self.runs)
+
     def take(self, x: Tensor, dim: int) -> Tensor:
         """These keys along a dimension of x: a view of one run, a copy of several."""
         parts = [x.narrow(dim, run.start, run.stop - run.start) for run in self.runs]

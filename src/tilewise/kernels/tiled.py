@@ -39,7 +39,13 @@ def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None) ->
 
 def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
     """(C, N, D): a tile of k or v in the accumulator dtype. Keys hidden from the whole tile are 0: a NaN there must meet no product."""
-    tile = j.take(x[c.b, c.kv_heads], 2).to(c.dtype)
+    own = x[c.b, c.kv_heads]
+    if len(j.runs) == 1:
+        tile = own[:, :, j.runs[0]].to(c.dtype)
+    else:
+        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.count, own.shape[3])
+        for run, span in j.spans():
+            tile[:, :, span] = own[:, :, run]
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
