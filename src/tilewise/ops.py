@@ -117,36 +117,45 @@ def wanted_aux(aux: str) -> frozenset[str]:
     return frozenset(aux.split(",")) if aux else frozenset()
 
 
-def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
-    """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
+def _allocate_outputs(args: dict[str, Any]) -> tuple[Any, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for. Used by the op and by its fake alike."""
     q, k, v = args["q"], args["k"], args["v"]
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     batch, heads, seqlen_q, seqlen_k = q.shape[0], q.shape[heads_dim], q.shape[seq_dim], k.shape[seq_dim]
-    accumulate, wanted = accumulator_dtype(q.dtype), wanted_aux(args["aux"])
-    aux_shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
-    return [
-        q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype),
-        q.new_empty((batch, heads, seqlen_q), dtype=accumulate),
-        *(q.new_empty(aux_shapes[name] if name in wanted else (0,), dtype=accumulate) for name in AUX),
-    ]
+    accumulate, wanted = accumulator_dtype(q.dtype), args["aux"]
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=accumulate)
+    if not wanted:
+        return out, lse, None, None, None
+    shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
+    return out, lse, *(q.new_empty(shapes[name], dtype=accumulate) if name in wanted_aux(wanted) else None for name in AUX)
+
+
+def _run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for."""
+    t, r = operands(args), rules(args, float32_precision_allows_tf32())
+    request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out_dtype"])
+    chosen = plan.select(t, r, args["backend"], request=request)
+    results = _allocate_outputs(args)
+    out = Outputs(_heads_first(results[0], args["layout"]), *results[1:])
+    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+        chosen.kernels().forward(t, r, out)
+    return results
+
+
+def _as_tensors(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """An operator returns tensors: what was not asked for has no elements."""
+    lse = results[1]
+    assert lse is not None
+    return tuple(lse.new_empty(0) if x is None else x for x in results)
 
 
 def _forward(*flat: Any) -> tuple[Tensor, ...]:
-    args = dict(zip(_FORWARD_ARGS, flat, strict=True))
-    t, r = operands(args), rules(args, float32_precision_allows_tf32())
-    wanted = wanted_aux(args["aux"])
-    request = Request(aux=wanted, out_dtype=args["out_dtype"])
-    chosen = plan.select(t, r, args["backend"], request=request)
-    results = _allocate_outputs(args)
-    aux = {name: tensor if name in wanted else None for name, tensor in zip(AUX, results[2:], strict=True)}
-    out = Outputs(out=_heads_first(results[0], args["layout"]), lse=results[1], **aux)
-    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
-        chosen.kernels().forward(t, r, out)
-    return tuple(results)
+    return _as_tensors(_run_forward(dict(zip(_FORWARD_ARGS, flat, strict=True))))
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
+    return _as_tensors(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
 
 
 # ----------------------------------------------------------------------------------------------------------------- backward
@@ -217,10 +226,14 @@ def _backward_fake(*flat: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    args = dict(zip(_FORWARD_ARGS, inputs, strict=True))
+    _save(ctx, dict(zip(_FORWARD_ARGS, inputs, strict=True)), output)
+
+
+def _save(ctx: Any, args: dict[str, Any], output: tuple[Any, ...]) -> None:
+    """What the backward pass needs of the arguments and results of the forward pass."""
     out, lse, _, _, entropy = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["blocks"], *args["captured"])
+    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in _TENSORS), *args["blocks"], *args["captured"])
     ctx.captured = len(args["captured"])
     ctx.block_sizes = args["block_m"], args["block_n"]
     ctx.rules = tuple(args[name] for name in RULES)
@@ -235,10 +248,11 @@ def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool
             "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
         )
     out, lse, entropy, *saved = ctx.saved_tensors
-    count, lists = len(OPERANDS) - 1, _list_count(ctx.block_sizes[0])
+    count, lists = len(_TENSORS), _list_count(ctx.block_sizes[0])
     operands, blocks, captured = saved[:count], saved[count : count + lists], saved[count + lists :]
     if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
         return [None] * len(needs)
+    entropy = out.new_empty(0) if entropy is None else entropy
     given = (dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs)
     grads = iter(backward_op(*given, blocks, *ctx.block_sizes))
     return [next(grads) if needed else None for needed in needs]
@@ -278,27 +292,24 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-_TENSOR_LISTS = ("blocks", "captured")
+# Autograd functions take tensors one by one, so the lists come last: of the tiles, then the captured ones.
+_LISTS = ("blocks", "captured")
+_FLAT_ARGS = tuple(name for name in _FORWARD_ARGS if name not in _LISTS)
+_TENSORS = OPERANDS[:-1]
 
 
-def _flatten(names: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
-    """The arguments with the lists of tensors last, one by one, as autograd functions take them."""
-    given = dict(zip(names, args, strict=True))
-    lists = [x for name in _TENSOR_LISTS for x in given[name]]
-    return [value for name, value in given.items() if name not in _TENSOR_LISTS] + lists
+def _named(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The op's arguments by name, from an autograd function's; or what is laid out `like` these, such as the vmapped dimensions."""
+    single = [name for name in names if name not in _LISTS]
+    given = dict(zip(single, flat, strict=False))
+    stop = len(single) + _list_count(given["block_m"] if like is None else like[single.index("block_m")])
+    return given | {"blocks": list(flat[len(single) : stop]), "captured": list(flat[stop:])}
 
 
-def _regroup(names: tuple[str, ...], flat: Sequence[Any], block_m: int) -> list[Any]:
-    """What `_flatten` was given, from what it made of it; or anything that is laid out like it, such as the vmapped dimensions."""
-    rest = iter(flat)
-    single = {name: next(rest) for name in names if name not in _TENSOR_LISTS}
-    single["blocks"] = [next(rest) for _ in range(_list_count(block_m))]
-    single["captured"] = list(rest)
-    return [single[name] for name in names]
-
-
-def _block_m(names: tuple[str, ...], flat: Sequence[Any]) -> int:
-    return flat[[name for name in names if name not in _TENSOR_LISTS].index("block_m")]
+def _ordered(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """The op's arguments in its own order."""
+    named = _named(names, flat, like)
+    return [named[name] for name in names]
 
 
 class _Attention(torch.autograd.Function):
@@ -306,25 +317,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*flat: Any) -> Any:
-        return torch.ops.tilewise.attention_forward(*_regroup(_FORWARD_ARGS, flat, _block_m(_FORWARD_ARGS, flat)))
+        return torch.ops.tilewise.attention_forward(*_ordered(_FORWARD_ARGS, flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _setup_context(ctx, tuple(_regroup(_FORWARD_ARGS, inputs, _block_m(_FORWARD_ARGS, inputs))), output)
+        _save(ctx, _named(_FORWARD_ARGS, inputs), output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        needed = _regroup(_FORWARD_ARGS, ctx.needs_input_grad, ctx.block_sizes[0])
-        by_name = dict(zip(_FORWARD_ARGS, needed, strict=True))
-        needs = [by_name[name] for name in DIFFERENTIABLE] + by_name["captured"]
-        named, captured = _split(_gradients(ctx, cotangents, needs, _call_backward_function))
-        lists = {"captured": captured, "blocks": [None] * len(by_name["blocks"])}
-        return tuple(_flatten(_FORWARD_ARGS, [lists[name] if name in lists else named.get(name) for name in _FORWARD_ARGS]))
+        return _flat_gradients(ctx, cotangents, _call_backward_function)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
-        block_m = _block_m(_FORWARD_ARGS, flat)
-        return _vmap_forward(info, _regroup(_FORWARD_ARGS, in_dims, block_m), *_regroup(_FORWARD_ARGS, flat, block_m))
+        return _vmap_forward(info, _ordered(_FORWARD_ARGS, in_dims, flat), *_ordered(_FORWARD_ARGS, flat))
+
+
+def _flat_gradients(ctx: Any, cotangents: tuple[Any, ...], backward_op: Any) -> tuple[Any, ...]:
+    lists = _list_count(ctx.block_sizes[0])
+    needed = dict(zip(_FLAT_ARGS, ctx.needs_input_grad, strict=False))
+    needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(_FLAT_ARGS) + lists :])
+    named, captured = _split(_gradients(ctx, cotangents, needs, backward_op))
+    return (*(named.get(name) for name in _FLAT_ARGS), *[None] * lists, *captured)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -332,28 +345,65 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*flat: Any) -> Any:
-        return tuple(torch.ops.tilewise.attention_backward(*_regroup(_BACKWARD_ARGS, flat, _block_m(_BACKWARD_ARGS, flat))))
+        return tuple(torch.ops.tilewise.attention_backward(*_ordered(_BACKWARD_ARGS, flat)))
 
     setup_context = staticmethod(_setup_nothing)
     backward = staticmethod(_refuse_double_backward)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
-        block_m = _block_m(_BACKWARD_ARGS, flat)
-        outs, dims = _vmap_backward(info, _regroup(_BACKWARD_ARGS, in_dims, block_m), *_regroup(_BACKWARD_ARGS, flat, block_m))
+        outs, dims = _vmap_backward(info, _ordered(_BACKWARD_ARGS, in_dims, flat), *_ordered(_BACKWARD_ARGS, flat))
         return tuple(outs), tuple(dims)
 
 
 def _call_backward_function(*args: Any) -> Any:
-    return _AttentionBackward.apply(*_flatten(_BACKWARD_ARGS, args))
+    given = dict(zip(_BACKWARD_ARGS, args, strict=True))
+    single = [value for name, value in given.items() if name not in _LISTS]
+    return _AttentionBackward.apply(*single, *given["blocks"], *given["captured"])
 
 
-def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward op by keywords, in whatever way the active transforms need. Returns (out, lse, max_logits, key_mass, entropy)."""
-    ordered = [args[name] for name in _FORWARD_ARGS]
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _Attention.apply(*_flatten(_FORWARD_ARGS, ordered))
-    return torch.ops.tilewise.attention_forward(*ordered)
+class _Direct(_Attention):
+    """The same without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
+
+    @staticmethod
+    def forward(*flat: Any) -> Any:
+        return _run_forward(_named(_FORWARD_ARGS, flat))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        # With create_graph somebody may differentiate this again: only the operator knows what to do then.
+        run = torch.ops.tilewise.attention_backward if torch.is_grad_enabled() else _backward
+        return _flat_gradients(ctx, cotangents, run)
+
+
+def _unobserved(args: dict[str, Any]) -> bool:
+    """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
+        return False
+    tensors = [x for x in map(args.__getitem__, _TENSORS) if x is not None] + args["captured"] + args["blocks"]
+    return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def attention_forward(**args: Any) -> tuple[Any, ...]:
+    """The forward op by keywords, in whatever way the active transforms need: (out, lse, max_logits, key_mass, entropy).
+
+    Auxiliary outputs that were not asked for are None or have no elements.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed or _unobserved(args):
+        function = _Attention if transformed else _Direct
+        if not transformed and not _differentiates(args):
+            return _run_forward(args)
+        return function.apply(*(args[name] for name in _FLAT_ARGS), *args["blocks"], *args["captured"])
+    return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
+
+
+def _differentiates(args: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*map(args.__getitem__, DIFFERENTIABLE), *args["captured"])
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------- vmap
