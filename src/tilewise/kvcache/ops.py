@@ -126,11 +126,11 @@ def backend(t: CacheOperands, r: CacheRules) -> Any:
     """The module whose `attention` reads the cache: the Triton kernels where they can, else plain torch."""
     target = plan.target_of(t.q.device)
     if target.type == "cuda":
-        from ..kernels.triton import cached
+        from ..kernels.triton import cache
 
-        reason = cached.why_not(t, r, target)
+        reason = cache.why_not(t, r, target)
         if reason is None:
-            return cached
+            return cache
         _warn_once(reason)
     from ..kernels import tiled_cache
 
@@ -141,10 +141,10 @@ def append_backend(t: AppendOperands) -> Any:
     """The module whose `append` writes the cache."""
     target = plan.target_of(t.k.device)
     if target.type == "cuda":
-        from ..kernels.triton import cached
+        from ..kernels.triton import cache
 
-        if cached.why_not_append(t, target) is None:
-            return cached
+        if cache.why_not_append(t, target) is None:
+            return cache
     from ..kernels import tiled_cache
 
     return tiled_cache
