@@ -151,6 +151,7 @@ def _models() -> list[Case]:
         case("vit-l16", seqlen_q=197, batch=64, heads=16, head_dim=64),
         case("bert-base-padded", seqlen_q=512, batch=32, heads=12, head_dim=64, padded=True),
         case("wan-14b-video", seqlen_q=32760, heads=40, head_dim=128),
+        case("deepseek-v3-prefill", seqlen_q=4096, heads=128, head_dim=192, head_dim_v=128, causal=True),
         case("gemma2-9b-local", seqlen_q=8192, heads=16, kv_heads=8, head_dim=256, causal=True, window=(4095, -1), softcap=50.0),
     ]
 

@@ -250,7 +250,7 @@ class Benchmark:
             if pass_ != "fwd" and not provider.backward:
                 raise Unsupported("forward only")
             contestant.prepared = provider.prepare(case, inputs)
-            row["backend"] = contestant.prepared.backend or row["backend"]
+            row["backend"] = contestant.prepared.serving(pass_) or row["backend"]
             with contestant.prepared.context(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a peer has to say about a case belongs into its row
                 results, contestant.call, row["peak_bytes"] = self._first(contestant.prepared, pass_, inputs)
