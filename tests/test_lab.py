@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -525,15 +524,6 @@ def test_pictures_are_drawn_from_rows_alone(tmp_path):
     results.write([*run.run_lab((32, 64), (16,), budget_s=60), *gpu_rows], tmp_path / "rows.jsonl")
     drawn = {path.stem for path in figures.draw([tmp_path / "rows.jsonl"], tmp_path)}
     assert drawn == {f"lab-{name}" for name in figures.PICTURES} - {"lab-headdim"}
-
-
-def test_results_belong_to_these_sources(lab_docs):
-    stale = [path.name for path in lab_docs.files() if {row["source_hash"] for row in results.read(path)} != {results.source_hash()}]
-    if stale:
-        message = f"{', '.join(stale)} measured other sources of the lab: rerun `python -m tilewise.lab --out` or scripts/lab_gpu.sh"
-        if os.environ.get("TILEWISE_RELEASE_CHECK"):
-            pytest.fail(message)
-        warnings.warn(message, stacklevel=1)
 
 
 def test_notebook_runs(lab_docs):
