@@ -71,7 +71,7 @@ test: lint .venv36/.ready
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VPY) -m pytest -n $(JOBS) -m "not gpu"
 
 docs: $(VENV)/.dev
-	$(VPY) scripts/docs.py build
+	$(VPY) -m mkdocs build --strict
 
 release-check: export TILEWISE_RELEASE_CHECK = 1
 release-check: test

@@ -71,7 +71,7 @@ def explain(
         An `Explanation`, which prints well.
 
     Raises:
-        What `attention` would raise for the same arguments, `UnsupportedAttention` included.
+        UnsupportedAttention: and whatever else `attention` would raise for the same arguments.
 
     Example:
         >>> q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
