@@ -24,6 +24,15 @@ COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", 
 # Parts of README.md between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, put where a page says `<!-- from README: NAME -->`.
 FROM_README = re.compile(r"<!-- from README: (\w+) -->")
 COMPATIBLE = ("flash_attn", "sdpa", "flex")
+FIGURES = "<!-- figures -->"  # where a page shows every picture of the benchmark
+CAPTIONS = {
+    "speed-fwd": "Forward: speed against length, ours and the peers'",
+    "speed-bwd": "Backward",
+    "speed-fwd-bwd": "Forward and backward together",
+    "memory": "Memory above the inputs against length",
+    "density": "Block-sparse: speed-up over the fastest dense call against the share of tiles kept",
+    "ratio": "Ratio to the best peer in every cell of the grid",
+}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -50,7 +59,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         found = [name for name in COMPATIBLE if (ROOT / f"src/tilewise/compat/{name}.py").exists()]
         if found:
             markdown += "\n## Drop-ins\n" + "".join(f"\n::: tilewise.compat.{name}\n" for name in found)
+    markdown = markdown.replace(FIGURES, figures())
     return FROM_README.sub(lambda match: readme_part(match[1]), markdown)
+
+
+def figures() -> str:
+    """Every picture of the benchmark that `make tables` has drawn, the light or the dark one as the page is."""
+    shown = [name for name in CAPTIONS if (ROOT / f"docs/figures/bench-{name}-light.svg").exists()]
+    return "\n\n".join(
+        f"## {CAPTIONS[name]}\n\n"
+        + "\n".join(f"![{CAPTIONS[name]}](figures/bench-{name}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
+        for name in shown
+    )
 
 
 def readme_part(name: str) -> str:

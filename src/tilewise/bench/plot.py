@@ -4,6 +4,7 @@ peer in every cell."""
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -233,10 +234,20 @@ def heat_map(rows: list[Row], theme: str = "light", case: str = "paper") -> Figu
     return figure
 
 
-def draw(rows: list[Row], folder: Path, themes: Iterable[str] = ("light", "dark"), suffix: str = "svg") -> list[Path]:
-    """Draws every picture that the rows allow, in each theme, and returns the files: NAME-THEME.SUFFIX."""
+def fingerprint(rows: Iterable[Row]) -> str:
+    """What stands in a picture's title field: which rows it shows."""
+    digest = hashlib.sha256(json.dumps(latest(rows), sort_keys=True).encode())
+    return f"rows {digest.hexdigest()[:16]}"
+
+
+def draw(rows: list[Row], folder: Path, themes: Iterable[str] = ("light", "dark"), suffix: str = "svg", prefix: str = "") -> list[Path]:
+    """Draws every picture that the rows allow, in each theme, and returns the files: PREFIX NAME-THEME.SUFFIX.
+
+    The `fingerprint` of the rows is each picture's title in its metadata, so that a test can tell whether a picture shows these rows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = latest(rows)
+    about = {"Title": fingerprint(rows)} | ({"Date": None} if suffix == "svg" else {})
     written: list[Path] = []
     for theme in themes:
         pictures: dict[str, Figure | None] = {
@@ -248,8 +259,9 @@ def draw(rows: list[Row], folder: Path, themes: Iterable[str] = ("light", "dark"
         for name, figure in pictures.items():
             if figure is None:
                 continue
-            path = folder / f"{name}-{theme}.{suffix}"
-            figure.savefig(path, facecolor=figure.get_facecolor(), dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+            path = folder / f"{prefix}{name}-{theme}.{suffix}"
+            with matplotlib.rc_context({"svg.hashsalt": "tilewise"}):  # the same rows give the same file
+                figure.savefig(path, facecolor=figure.get_facecolor(), dpi=150, metadata=about)
             plt.close(figure)
             written.append(path)
     return written
