@@ -112,36 +112,45 @@ def wanted_aux(aux: str) -> frozenset[str]:
     return frozenset(aux.split(",")) if aux else frozenset()
 
 
-def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
-    """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
+def _allocate_outputs(args: dict[str, Any]) -> tuple[Any, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for. Used by the op and by its fake alike."""
     q, k, v = args["q"], args["k"], args["v"]
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     batch, heads, seqlen_q, seqlen_k = q.shape[0], q.shape[heads_dim], q.shape[seq_dim], k.shape[seq_dim]
-    accumulate, wanted = accumulator_dtype(q.dtype), wanted_aux(args["aux"])
-    aux_shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
-    return [
-        q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype),
-        q.new_empty((batch, heads, seqlen_q), dtype=accumulate),
-        *(q.new_empty(aux_shapes[name] if name in wanted else (0,), dtype=accumulate) for name in AUX),
-    ]
+    accumulate, wanted = accumulator_dtype(q.dtype), args["aux"]
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=accumulate)
+    if not wanted:
+        return out, lse, None, None, None
+    shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
+    return out, lse, *(q.new_empty(shapes[name], dtype=accumulate) if name in wanted_aux(wanted) else None for name in AUX)
+
+
+def _run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for."""
+    t, r = operands(args), rules(args, float32_precision_allows_tf32())
+    request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out_dtype"])
+    chosen = plan.select(t, r, args["backend"], request=request)
+    results = _allocate_outputs(args)
+    out = Outputs(_heads_first(results[0], args["layout"]), *results[1:])
+    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+        chosen.kernels().forward(t, r, out)
+    return results
+
+
+def _as_tensors(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """An operator returns tensors: what was not asked for has no elements."""
+    lse = results[1]
+    assert lse is not None
+    return tuple(lse.new_empty(0) if x is None else x for x in results)
 
 
 def _forward(*flat: Any) -> tuple[Tensor, ...]:
-    args = dict(zip(_FORWARD_ARGS, flat, strict=True))
-    t, r = operands(args), rules(args, float32_precision_allows_tf32())
-    wanted = wanted_aux(args["aux"])
-    request = Request(aux=wanted, out_dtype=args["out_dtype"])
-    chosen = plan.select(t, r, args["backend"], request=request)
-    results = _allocate_outputs(args)
-    aux = {name: tensor if name in wanted else None for name, tensor in zip(AUX, results[2:], strict=True)}
-    out = Outputs(out=_heads_first(results[0], args["layout"]), lse=results[1], **aux)
-    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
-        chosen.kernels().forward(t, r, out)
-    return tuple(results)
+    return _as_tensors(_run_forward(dict(zip(_FORWARD_ARGS, flat, strict=True))))
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
+    return _as_tensors(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
 
 
 # ----------------------------------------------------------------------------------------------------------------- backward
@@ -212,10 +221,14 @@ def _backward_fake(*flat: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    args = dict(zip(_FORWARD_ARGS, inputs, strict=True))
+    _save(ctx, dict(zip(_FORWARD_ARGS, inputs, strict=True)), output)
+
+
+def _save(ctx: Any, args: dict[str, Any], output: tuple[Any, ...]) -> None:
+    """What the backward pass needs of the arguments and results of the forward pass."""
     out, lse, _, _, entropy = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["captured"])
+    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in _TENSORS), *args["captured"])
     ctx.captured = len(args["captured"])
     ctx.rules = tuple(args[name] for name in RULES)
     ctx.allow_tf32 = float32_precision_allows_tf32()
@@ -229,10 +242,11 @@ def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool
             "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
         )
     out, lse, entropy, *saved = ctx.saved_tensors
-    count = len(OPERANDS) - 1
+    count = len(_TENSORS)
     operands, captured = saved[:count], saved[count:]
     if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
         return [None] * len(needs)
+    entropy = out.new_empty(0) if entropy is None else entropy
     grads = iter(backward_op(dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs))
     return [next(grads) if needed else None for needed in needs]
 
@@ -274,33 +288,36 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        head, captured = args[: len(_FORWARD_ARGS) - 1], list(args[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        return torch.ops.tilewise.attention_forward(*head[:position], captured, *head[position:])
+        return torch.ops.tilewise.attention_forward(*_regroup(args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        head, captured = inputs[: len(_FORWARD_ARGS) - 1], list(inputs[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        _setup_context(ctx, (*head[:position], captured, *head[position:]), output)
+        _setup_context(ctx, _regroup(inputs), output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        flat_names = [name for name in _FORWARD_ARGS if name != "captured"]
-        needed = dict(zip(flat_names, ctx.needs_input_grad, strict=False))
-        needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(flat_names) :])
-        named, captured = _split(_gradients(ctx, cotangents, needs, _call_backward_function))
-        return (*(named.get(name) for name in flat_names), *captured)
+        return _flat_gradients(ctx, cotangents, _call_backward_function)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        split = len(_FORWARD_ARGS) - 1
-        position = _FORWARD_ARGS.index("captured")
+        return _vmap_forward(info, _regroup(in_dims), *_regroup(args))
 
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[split:]), *flat[position:split]]
 
-        return _vmap_forward(info, regroup(in_dims), *regroup(args))
+_FLAT_ARGS = tuple(name for name in _FORWARD_ARGS if name != "captured")
+_TENSORS = OPERANDS[:-1]
+
+
+def _regroup(flat: Any) -> tuple[Any, ...]:
+    """From the order of `_Attention` to that of the op."""
+    position, split = _FORWARD_ARGS.index("captured"), len(_FLAT_ARGS)
+    return (*flat[:position], list(flat[split:]), *flat[position:split])
+
+
+def _flat_gradients(ctx: Any, cotangents: tuple[Any, ...], backward_op: Any) -> tuple[Any, ...]:
+    needed = dict(zip(_FLAT_ARGS, ctx.needs_input_grad, strict=False))
+    needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(_FLAT_ARGS) :])
+    named, captured = _split(_gradients(ctx, cotangents, needs, backward_op))
+    return (*(named.get(name) for name in _FLAT_ARGS), *captured)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -333,13 +350,52 @@ def _call_backward_function(*args: Any) -> Any:
     return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
 
 
-def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward op by keywords, in whatever way the active transforms need. Returns (out, lse, max_logits, key_mass, entropy)."""
-    flat = [args[name] for name in _FORWARD_ARGS]
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        position = _FORWARD_ARGS.index("captured")
-        return _Attention.apply(*flat[:position], *flat[position + 1 :], *flat[position])
-    return torch.ops.tilewise.attention_forward(*flat)
+class _Direct(_Attention):
+    """The same without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _run_forward(dict(zip(_FLAT_ARGS, args, strict=False)) | {"captured": list(args[len(_FLAT_ARGS) :])})
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, dict(zip(_FLAT_ARGS, inputs, strict=False)) | {"captured": inputs[len(_FLAT_ARGS) :]}, output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        # With create_graph somebody may differentiate this again: only the operator knows what to do then.
+        run = torch.ops.tilewise.attention_backward if torch.is_grad_enabled() else _backward
+        return _flat_gradients(ctx, cotangents, run)
+
+
+def _unobserved(args: dict[str, Any]) -> bool:
+    """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
+        return False
+    tensors = [x for x in map(args.__getitem__, _TENSORS) if x is not None] + args["captured"]
+    return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def attention_forward(**args: Any) -> tuple[Any, ...]:
+    """The forward op by keywords, in whatever way the active transforms need: (out, lse, max_logits, key_mass, entropy).
+
+    Auxiliary outputs that were not asked for are None or have no elements.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed or _unobserved(args):
+        function = _Attention if transformed else _Direct
+        if not transformed and not _differentiates(args):
+            return _run_forward(args)
+        return function.apply(*(args[name] for name in _FLAT_ARGS), *args["captured"])
+    return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
+
+
+def _differentiates(args: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*map(args.__getitem__, DIFFERENTIABLE), *args["captured"])
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------- vmap
