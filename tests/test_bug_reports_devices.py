@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import attention, cost, explain, masks, plan
+from tilewise import UnsupportedAttention, attention, cost, explain, masks, plan
 from tilewise.kernels.triton import configs
 
 from .reports import report
@@ -45,7 +45,8 @@ class Largest(TorchDispatchMode):
 def test_a_mask_rule_is_never_an_n_by_n_tensor(report: str, rule: masks.Mask) -> None:
     """96,000 queries: its tile ranges, and a call planned with it, take no memory that grows with the square."""
     n = 96_000
-    with Largest() as largest:
+    with Largest() as largest, warnings.catch_warnings():
+        warnings.simplefilter("error")
         rule.tile_range(128, 128, seqlen_q=n, seqlen_k=n)
         q = torch.empty(1, n, 8, 64, dtype=torch.bfloat16, device="meta")
         planned = explain(q, q, q, mask=rule, device="NVIDIA H200")
@@ -137,6 +138,21 @@ def test_every_generation_is_served_and_older_ones_warn_once(report: str, device
     else:
         assert set(chosen) == {"tiled"} and len(said) == 1
         assert f"{target.capability[0]}.{target.capability[1]}" in str(said[0].message) and "8.0" in str(said[0].message)
+    plan._warn_once.cache_clear()
+
+
+def test_explaining_a_call_uses_up_no_warning() -> None:
+    """What `explain` looks at is not run: the first real call still says that it is slow."""
+    plan._warn_once.cache_clear()
+    q = torch.empty(1, 8, 1, 8, dtype=torch.float16, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explain(q, q, q, score_mod=lambda s, b, h, i, j: s * 2, device="NVIDIA A100").backend
+        t, rules = operands(64, torch.float64), plan.Rules(softmax_scale=0.125)
+        with pytest.raises(UnsupportedAttention, match="tiled"):
+            plan.select(t, rules, "triton", target=DEVICES["A100"])
+    with pytest.warns(UserWarning, match="exact but slow"):
+        plan.select(t, rules, target=DEVICES["A100"])
     plan._warn_once.cache_clear()
 
 

@@ -89,7 +89,7 @@ def explain(
     if args["backend"] == "reference":
         chosen = plan.Plan("reference")
     else:
-        chosen = plan.select(t, r, args["backend"], request=request, target=target)
+        chosen = plan.select(t, r, args["backend"], request=request, target=target, warn=False)
     batch, heads, seqlen_q, head_dim = t.q.shape
     problem = cost.Problem(
         batch=batch,
