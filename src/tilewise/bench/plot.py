@@ -378,8 +378,12 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("site/figures"), help="folder for the pictures")
     p.add_argument("--format", default="svg", choices=["svg", "png"])
     p.add_argument("--theme", default="both", choices=["both", "light", "dark"])
+    p.add_argument("--json", action="store_true", help="print the files written as a JSON list")
     args = p.parse_args(arguments)
     themes = ("light", "dark") if args.theme == "both" else (args.theme,)
     written = draw(read(args.results), args.out, themes, args.format)
-    print("\n".join(map(str, written)) if written else "no row of these files can be drawn")
+    if args.json:
+        print(json.dumps([str(path) for path in written]))
+    else:
+        print("\n".join(map(str, written)) if written else "no row of these files can be drawn")
     return 0 if written else 1
