@@ -5,6 +5,7 @@ from .api import Aux, attention
 from .errors import UnsupportedAttention
 from .explaining import explain
 from .merging import merge
+from .varlen import attention_varlen
 
 __version__ = "0.1.0"
-__all__ = ["Aux", "UnsupportedAttention", "__version__", "attention", "explain", "masks", "merge"]
+__all__ = ["Aux", "UnsupportedAttention", "__version__", "attention", "attention_varlen", "explain", "masks", "merge"]

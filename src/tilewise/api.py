@@ -11,6 +11,8 @@ from torch import Tensor
 
 from . import ops, plan, reference
 from .checks import (
+    Packing,
+    Sizes,
     broadcast_to_scores,
     check_qkv,
     check_values_on_device,
@@ -139,22 +141,28 @@ def attention(
         seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         deterministic=deterministic, layout=layout, backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
     )  # fmt: skip
-    result: tuple[Tensor, ...]
     if backend == "reference":
-        result = _reference(prepared.reference_arguments, out_dtype)
+        result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:
         result = ops.attention_forward(**prepared.op_arguments)
+    return returned(prepared, result)
+
+
+def returned(prepared: Prepared, result: Sequence[Tensor]) -> Any:
+    """What the user gets of (out, lse, max_logits, key_mass, entropy)."""
     if not prepared.wants_aux:
         return result[0]
     by_name = dict(zip(_AUX_NAMES, result[1:], strict=True))
     return result[0], Aux(**{name: by_name[name] for name in prepared.aux_names})
 
 
-def _reference(arguments: dict[str, Any], out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+def as_the_op(
+    specification: Callable[..., reference.Result], arguments: dict[str, Any], out_dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
     """The specification with the op's conventions: dtypes, and contiguous output and gradients."""
     # Flattening and back changes nothing, but its derivative lays the gradient out in the input's own order of dimensions.
     flat = {name: arguments[name].reshape(-1).view(arguments[name].shape) for name in ("q", "k", "v")}
-    full = reference.attention_full(**(arguments | flat))
+    full = specification(**(arguments | flat))
     dtype = arguments["q"].dtype
     return (full.out.to(out_dtype or dtype).contiguous(), *(x.to(plan.accumulator_dtype(dtype)) for x in full[1:]))
 
@@ -186,8 +194,12 @@ def prepare(
     out_dtype: torch.dtype | None = None,
     check_values: bool = False,
     return_aux: str | Sequence[str] = (),
+    packing: Packing | None = None,
 ) -> Prepared:
-    """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed."""
+    """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed.
+
+    `packing` says that q, k and v, of batch size 1, hold packed sequences; `attention_varlen` has checked it.
+    """
     refuse_descale(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     typed("causal", causal, bool)
     if backend not in plan.BACKENDS:
@@ -195,6 +207,8 @@ def prepare(
     aux_names = _aux_names(return_aux)
     q, k, v = _autocast(q, k, v)
     sizes = check_qkv(q, k, v, layout, backend)
+    if packing is not None:
+        sizes = sizes.of_sequences(packing)
     window_left, window_right = check_window(window_size)
     user_window = (window_left, window_right)
     if causal:
@@ -228,7 +242,7 @@ def prepare(
     if isinstance(mask, Tensor):
         dense = broadcast_to_scores("mask", mask, sizes, boolean=True)
     elif mask is not None and backend != "reference":
-        lowered = _lower_mask(mask, sizes, q.device)
+        lowered = _lower_mask(mask, sizes, q.device, ragged=packing is not None)
         window_left = _tighter(window_left, lowered.window_left)
         window_right = _tighter(window_right, lowered.window_right)
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
@@ -258,7 +272,8 @@ def prepare(
     )  # fmt: skip
     aux = ",".join(name for name in ops.AUX if name in aux_names)
     wants_aux = return_aux != () and return_aux is not None
-    return Prepared(operands | rules | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+    packed = dict.fromkeys(ops.PACKED) if packing is None else packing._asdict()
+    return Prepared(operands | rules | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
 
 
 def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
@@ -318,15 +333,16 @@ def _tighter(a: int, b: int) -> int:
     return min(a, b)
 
 
-def _lower_mask(mask: Any, sizes: Any, device: torch.device) -> Any:
+def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool) -> Any:
     from . import masks
 
     if not isinstance(mask, masks.Mask):
         raise TypeError(
-            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks or a bool tensor that broadcasts to (B, Hq, Sq, Sk). "
-            "For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks or a bool tensor that broadcasts to "
+            f"{sizes.scores_name}. For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
-    return masks.lower(mask, batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    lengths = {"seqlen_q": sizes.seqlen_q, "seqlen_k": sizes.seqlen_k}
+    return masks.lower(mask, batch=sizes.batch, heads=sizes.heads, **lengths, device=device, ragged=ragged)
 
 
 __all__ = ["Aux", "UnsupportedAttention", "attention"]
