@@ -29,7 +29,6 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
         f"head dims are {dims[0]} and {dims[1]}, and these kernels take 1 to {MAX_HEAD_DIM}": (
             not all(1 <= dim <= MAX_HEAD_DIM for dim in dims)
         ),
-        "the sequences are packed, which these kernels do not read": t.cu_seqlens_q is not None,
         "score_mod is a program, which these kernels do not run": bool(r.score_mod),
         "the mask is a program, which these kernels do not run": bool(r.mask_mod),
         f"they do not compute {' and '.join(aux)}": bool(aux),

@@ -154,7 +154,7 @@ def features(t: Operands, r: Rules) -> frozenset[str]:
     """What of a call decides between the tables."""
     given = {"mask": t.mask is not None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
     given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
-    given["lengths"] = t.seqused_q is not None or t.seqused_k is not None
+    given["lengths"] = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
     return frozenset(name for name, on in given.items() if on)
 
 

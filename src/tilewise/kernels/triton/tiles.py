@@ -4,7 +4,9 @@ Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates ov
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
-    source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
+    source  (ref, row_stride, dim_stride, item, h, first)
+                                                  one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor;
+                                                  `first`: the row where its sequence starts, None unless sequences are packed
     span    (len_q, len_k, window_left, window_right)
     mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
     rules   (scale, softcap, slope)
@@ -30,12 +32,15 @@ ROW_BLOCK: tl.constexpr = tl.constexpr(configs.ROW_BLOCK)
 
 
 @triton.jit
-def head_of(ref, b, h, stride_b, stride_h, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """Where one head starts; a descriptor takes b and h with every tile instead."""
+def head_of(ref, item, h, first, stride_b, stride_h, stride_s, stride_d, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """The source of one head's tiles, or of one packed sequence's. Strides count ALIGN elements, which proves to the compiler that rows
+    start on 16 bytes whatever their length."""
     start = ref
     if not TMA:
-        start = ref + (b * stride_b + h * stride_h) * ALIGN
-    return start
+        start = ref + (item * stride_b + h * stride_h) * ALIGN
+        if first is not None:
+            start += first * (stride_s * ALIGN)
+    return start, stride_s * ALIGN, stride_d, item, h, first
 
 
 @triton.jit
@@ -55,6 +60,8 @@ def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
     """
     if TMA:
+        if source[5] is not None:
+            row0 += source[5]
         tile = source[0].load([source[3], source[4], row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
@@ -84,6 +91,21 @@ def used_length(seqused_ptr, b, size):
     if seqused_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(seqused_ptr + b), 0), size)
     return length
+
+
+@triton.jit
+def load_rows(pointers, offs_m, len_q, other, PACKED: tl.constexpr):
+    """A number of each query, [M]. A dense row is padded to whole tiles; past a packed sequence lie the numbers of its neighbour."""
+    return tl.load(pointers, mask=offs_m < len_q, other=other) if PACKED else tl.load(pointers)
+
+
+@triton.jit
+def packed_tile(record_ptr):
+    """What `packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real rows that the
+    sequence has of queries and of keys."""
+    first_q, rows_q, len_q = tl.load(record_ptr + 2), tl.load(record_ptr + 3), tl.load(record_ptr + 4)
+    first_k, rows_k, len_k = tl.load(record_ptr + 5), tl.load(record_ptr + 6), tl.load(record_ptr + 7)
+    return tl.load(record_ptr), tl.load(record_ptr + 1), first_q, rows_q, len_q, first_k, rows_k, len_k
 
 
 @triton.jit
