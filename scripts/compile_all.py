@@ -114,7 +114,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
         "BLOCK": 128,
-        "CHUNK": 128,
+        "CHUNK": configs.CHUNK,
         "OVER_KEYS": False,
         "KEYS": False,
         "KEEP": True,

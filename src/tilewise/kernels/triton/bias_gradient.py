@@ -61,10 +61,12 @@ def bias_gradient(
                 slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
             if seed_ptr is not None:
                 drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-            q = head_of(q_ptr, item, h, first_q, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, False)
-            k = head_of(k_ptr, item, h // group, first_k, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, False)
-            v = head_of(v_ptr, item, h // group, first_k, stride_vb, stride_vh, stride_vs, stride_vd, ALIGN, False)
-            do = head_of(do_ptr, item, h, first_q, stride_dob, stride_doh, stride_dos, stride_dod, ALIGN, False)
+            at_q = (item, h, first_q)
+            q = (head_of(q_ptr, at_q, stride_qb, stride_qh, stride_qs, ALIGN, False), stride_qs * ALIGN, stride_qd, at_q)
+            at_k = (item, h // group, first_k)
+            k = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
+            v = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
+            do = (head_of(do_ptr, at_q, stride_dob, stride_doh, stride_dos, ALIGN, False), stride_dos * ALIGN, stride_dod, at_q)
             PACKED: tl.constexpr = sequences_ptr is not None
             rows = head.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
             if first_q is not None:

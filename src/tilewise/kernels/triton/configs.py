@@ -30,6 +30,9 @@ FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
 # No tile of queries is longer. What the backward pass keeps of each query is padded to a multiple, and so loads without a mask.
 ROW_BLOCK = 128
 
+# Packed sequences that a program places at a time, and with how many others it compares them at once.
+CHUNK = 64
+
 # Shared memory of one block in bytes, as the driver grants it.
 SHARED_LIMIT = {
     "sm80": 166_912,

@@ -48,7 +48,7 @@ def walk_queries(
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
     # A masked stretch has few tiles: without a pipeline it leaves registers to the stretch that matters.
     EDGE: tl.constexpr = MASKED and bias is None and mask is None
-    PACKED: tl.constexpr = q[5] is not None
+    PACKED: tl.constexpr = q[3][2] is not None
     len_q = span[0]
     for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
         offs_m = m0 + tl.arange(0, BLOCK_M)
@@ -100,8 +100,9 @@ def one_head_dkdv(
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
     len_k, window_left, window_right = span[1], span[2], span[3]
-    q = head_of(q_ref, item, h, first_q, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, TMA)
-    do = head_of(do_ref, item, h, first_q, stride_dob, stride_doh, stride_dos, stride_dod, ALIGN, TMA_DO)
+    at_q = (item, h, first_q)
+    q = (head_of(q_ref, at_q, stride_qb, stride_qh, stride_qs, ALIGN, TMA), stride_qs * ALIGN, stride_qd, at_q)
+    do = (head_of(do_ref, at_q, stride_dob, stride_doh, stride_dos, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, at_q)
     bias, mask, slope, drop = None, None, None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
@@ -171,8 +172,9 @@ def attention_dkdv(
             return
         item = 0
     span = (len_q, len_k, window_left, window_right)
-    k_head = head_of(k_ref, item, head_k, first_k, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, TMA)
-    v_head = head_of(v_ref, item, head_k, first_k, stride_vb, stride_vh, stride_vs, stride_vd, ALIGN, TMA)
+    at_k = (item, head_k, first_k)
+    k_head = (head_of(k_ref, at_k, stride_kb, stride_kh, stride_ks, ALIGN, TMA), stride_ks * ALIGN, stride_kd, at_k)
+    v_head = (head_of(v_ref, at_k, stride_vb, stride_vh, stride_vs, ALIGN, TMA), stride_vs * ALIGN, stride_vd, at_k)
     k = load_tile(k_head, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, True)  # [N, D]
     v = load_tile(v_head, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, True)  # [N, DV]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -201,10 +203,10 @@ def attention_dkdv(
             dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, PRECISION)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
-        dk_head = head_of(dk_ptr, item, head_k, first_k, stride_dkb, stride_dkh, stride_dks, stride_dkd, ALIGN, False)
+        dk_head = (head_of(dk_ptr, at_k, stride_dkb, stride_dkh, stride_dks, ALIGN, False), stride_dks * ALIGN, stride_dkd, at_k)
         store_tile(dk_head, tl.where(used, dk * scale, 0.0), n0, rows_k, BLOCK_N, BLOCK_D, D)
     if dv_ptr is not None:
-        dv_head = head_of(dv_ptr, item, head_k, first_k, stride_dvb, stride_dvh, stride_dvs, stride_dvd, ALIGN, False)
+        dv_head = (head_of(dv_ptr, at_k, stride_dvb, stride_dvh, stride_dvs, ALIGN, False), stride_dvs * ALIGN, stride_dvd, at_k)
         store_tile(dv_head, tl.where(used, dv * keep_scale, 0.0), n0, rows_k, BLOCK_N, BLOCK_DV, DV)
 
 

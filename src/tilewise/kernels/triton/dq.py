@@ -101,10 +101,12 @@ def attention_dq(
         item, head = 0, h
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    q_head = head_of(q_ref, item, h, first_q, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, TMA)
-    k_head = head_of(k_ref, item, h // group, first_k, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, TMA)
-    v_head = head_of(v_ref, item, h // group, first_k, stride_vb, stride_vh, stride_vs, stride_vd, ALIGN, TMA)
-    do_head = head_of(do_ref, item, h, first_q, stride_dob, stride_doh, stride_dos, stride_dod, ALIGN, TMA_DO)
+    at_q = (item, h, first_q)
+    q_head = (head_of(q_ref, at_q, stride_qb, stride_qh, stride_qs, ALIGN, TMA), stride_qs * ALIGN, stride_qd, at_q)
+    at_k = (item, h // group, first_k)
+    k_head = (head_of(k_ref, at_k, stride_kb, stride_kh, stride_ks, ALIGN, TMA), stride_ks * ALIGN, stride_kd, at_k)
+    v_head = (head_of(v_ref, at_k, stride_vb, stride_vh, stride_vs, ALIGN, TMA), stride_vs * ALIGN, stride_vd, at_k)
+    do_head = (head_of(do_ref, at_q, stride_dob, stride_doh, stride_dos, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, at_q)
     bias, mask, slope, drop, dbias = None, None, None, None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
@@ -145,7 +147,7 @@ def attention_dq(
                 slope_rows_ptr is not None, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
-        dq_head = head_of(dq_ptr, item, h, first_q, stride_dqb, stride_dqh, stride_dqs, stride_dqd, ALIGN, False)
+        dq_head = (head_of(dq_ptr, at_q, stride_dqb, stride_dqh, stride_dqs, ALIGN, False), stride_dqs * ALIGN, stride_dqd, at_q)
         store_tile(dq_head, tl.where(inside[:, None], dq * scale, 0.0), m0, rows_q, BLOCK_M, BLOCK_D, D)
     if bias_rows_ptr is not None:
         tl.store(bias_rows_ptr + rows, tl.where(inside, bias_rows, 0.0), mask=offs_m < rows_q)

@@ -96,10 +96,12 @@ def attention_forward(
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
 
-    q_head = head_of(q_ref, item, h, first_q, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, TMA)
-    k_head = head_of(k_ref, item, h // group, first_k, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, TMA)
-    v_head = head_of(v_ref, item, h // group, first_k, stride_vb, stride_vh, stride_vs, stride_vd, ALIGN, TMA)
-    out_head = head_of(out_ptr, item, h, first_q, stride_ob, stride_oh, stride_os, stride_od, ALIGN, False)
+    at_q = (item, h, first_q)
+    q_head = (head_of(q_ref, at_q, stride_qb, stride_qh, stride_qs, ALIGN, TMA), stride_qs * ALIGN, stride_qd, at_q)
+    at_k = (item, h // group, first_k)
+    k_head = (head_of(k_ref, at_k, stride_kb, stride_kh, stride_ks, ALIGN, TMA), stride_ks * ALIGN, stride_kd, at_k)
+    v_head = (head_of(v_ref, at_k, stride_vb, stride_vh, stride_vs, ALIGN, TMA), stride_vs * ALIGN, stride_vd, at_k)
+    out_head = (head_of(out_ptr, at_q, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at_q)
     bias, mask = None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)

@@ -56,8 +56,10 @@ def lse_rest(
     large = (tl.abs(lse) > LARGE) & (lse != NEG_INF)
     total = tl.zeros([BLOCK_M], tl.float32)
     if tl.max(large.to(tl.int32), 0) > 0:
-        q_head = head_of(q_ptr, item, h, first_q, stride_qb, stride_qh, stride_qs, stride_qd, ALIGN, False)
-        k_head = head_of(k_ptr, item, h // group, first_k, stride_kb, stride_kh, stride_ks, stride_kd, ALIGN, False)
+        at_q = (item, h, first_q)
+        q_head = (head_of(q_ptr, at_q, stride_qb, stride_qh, stride_qs, ALIGN, False), stride_qs * ALIGN, stride_qd, at_q)
+        at_k = (item, h // group, first_k)
+        k_head = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
         mask, slope = None, None
         if mask_ptr is not None:

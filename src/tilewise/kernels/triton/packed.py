@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
+from .configs import CHUNK
 from .launch import RUNTIME, Launch
 from .tiles import packed_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK = 128  # sequences that a program places, and how many it compares them with at a time
 RECORD = 8  # numbers of a tile, see `tiles.packed_tile`
 BLOCK = 128  # rows of a tile of `sum_rows`
 ANY = (1 << 31) - 1
@@ -62,10 +62,10 @@ def schedule(
     passed_q, passed_k = 0, 0
     for s0 in range(0, tl.program_id(0) * CHUNK, CHUNK):
         s = s0 + tl.arange(0, CHUNK)
-        _, _, _, passed_q = boundaries(cu_seqlens_q_ptr, None, s, sequences, size_q, most_q, passed_q)
-        _, _, _, passed_k = boundaries(cu_seqlens_k_ptr, None, s, sequences, size_k, most_k, passed_k)
-    first_q, rows_q, len_q, _ = boundaries(cu_seqlens_q_ptr, seqused_q_ptr, mine, sequences, size_q, most_q, passed_q)
-    first_k, rows_k, len_k, _ = boundaries(cu_seqlens_k_ptr, seqused_k_ptr, mine, sequences, size_k, most_k, passed_k)
+        _start, _rows, _used, passed_q = boundaries(cu_seqlens_q_ptr, None, s, sequences, size_q, most_q, passed_q)
+        _start, _rows, _used, passed_k = boundaries(cu_seqlens_k_ptr, None, s, sequences, size_k, most_k, passed_k)
+    first_q, rows_q, len_q, _stop_q = boundaries(cu_seqlens_q_ptr, seqused_q_ptr, mine, sequences, size_q, most_q, passed_q)
+    first_k, rows_k, len_k, _stop_k = boundaries(cu_seqlens_k_ptr, seqused_k_ptr, mine, sequences, size_k, most_k, passed_k)
     tiles = tl.cdiv(rows_k if OVER_KEYS else rows_q, BLOCK)
     walk = len_q if OVER_KEYS else len_k
 
@@ -73,8 +73,8 @@ def schedule(
     total, passed_q, passed_k = 0, 0, 0
     for s0 in range(0, sequences, CHUNK):
         s = s0 + tl.arange(0, CHUNK)
-        _, other_rows_q, other_len_q, passed_q = boundaries(cu_seqlens_q_ptr, seqused_q_ptr, s, sequences, size_q, most_q, passed_q)
-        _, other_rows_k, other_len_k, passed_k = boundaries(cu_seqlens_k_ptr, seqused_k_ptr, s, sequences, size_k, most_k, passed_k)
+        _start, other_rows_q, other_len_q, passed_q = boundaries(cu_seqlens_q_ptr, seqused_q_ptr, s, sequences, size_q, most_q, passed_q)
+        _start, other_rows_k, other_len_k, passed_k = boundaries(cu_seqlens_k_ptr, seqused_k_ptr, s, sequences, size_k, most_k, passed_k)
         other_tiles = tl.cdiv(other_rows_k if OVER_KEYS else other_rows_q, BLOCK)
         other_walk = other_len_q if OVER_KEYS else other_len_k
         same = (other_walk[None, :] == walk[:, None]) & (s[None, :] < mine[:, None])
@@ -135,13 +135,13 @@ def sum_rows(
         offs = tile * BLOCK + tl.arange(0, BLOCK)
         acc = tl.zeros([BLOCK], tl.float32)
         for i in range(b * shared, (b + 1) * shared):
-            _, _, first_q, _, len_q, first_k, _, len_k = packed_tile(sequences_ptr + i * 8)
+            _b, _row0, first_q, _rows_q, len_q, first_k, _rows_k, len_k = packed_tile(sequences_ptr + i * 8)
             row = partial_ptr + h.to(tl.int64) * total + (first_k if KEYS else first_q)
             acc += tl.load(row + offs, mask=offs < (len_k if KEYS else len_q), other=0.0)
         tl.store(result_ptr + rest.to(tl.int64) * size + offs, acc, mask=offs < size)
     else:
         h, b = tl.program_id(0) % heads, tl.program_id(0) // heads
-        _, _, first_q, _, len_q, first_k, _, len_k = packed_tile(sequences_ptr + b * 8)
+        _b, _row0, first_q, _rows_q, len_q, first_k, _rows_k, len_k = packed_tile(sequences_ptr + b * 8)
         row = partial_ptr + h.to(tl.int64) * total + (first_k if KEYS else first_q)
         acc = tl.zeros([BLOCK], tl.float32)
         for start in range(0, len_k if KEYS else len_q, BLOCK):
@@ -196,7 +196,7 @@ def scheduled(call: Launch, block: int, over_keys: bool, with_sequences: bool = 
         t.cu_seqlens_q.contiguous(), t.cu_seqlens_k.contiguous(),
         None if t.seqused_q is None else t.seqused_q.contiguous(), None if t.seqused_k is None else t.seqused_k.contiguous(),
         records, of_sequences, sequences, call.size_q, call.size_k, most_q, most_k, slots,
-        OVER_KEYS=over_keys, BLOCK=block, CHUNK=CHUNK, num_warps=8, num_stages=1,
+        OVER_KEYS=over_keys, BLOCK=block, CHUNK=CHUNK, num_warps=4, num_stages=1,
     )  # fmt: skip
     return Tiles(slots, records), of_sequences
 

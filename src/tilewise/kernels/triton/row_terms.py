@@ -47,8 +47,9 @@ def row_terms(
     len_q = used_length(seqused_q_ptr, b, size_q)
     offs_m = m0 + tl.arange(0, BLOCK_M)
     inside = offs_m < len_q
-    out_head = head_of(out_ptr, b, h, None, stride_ob, stride_oh, stride_os, stride_od, ALIGN, False)
-    do_head = head_of(do_ptr, b, h, None, stride_dob, stride_doh, stride_dos, stride_dod, ALIGN, False)
+    at = (b, h, None)
+    out_head = (head_of(out_ptr, at, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at)
+    do_head = (head_of(do_ptr, at, stride_dob, stride_doh, stride_dos, ALIGN, False), stride_dos * ALIGN, stride_dod, at)
     o = load_tile(out_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True).to(tl.float32)
     do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True).to(tl.float32)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * size_q + offs_m, mask=inside, other=NEG_INF)

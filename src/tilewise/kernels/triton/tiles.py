@@ -4,9 +4,8 @@ Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates ov
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
-    source  (ref, row_stride, dim_stride, item, h, first)
-                                                  one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor;
-                                                  `first`: the row where its sequence starts, None unless sequences are packed
+    source  (ref, row_stride, dim_stride, at)     one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
+    at      (item, h, first)                      which one; `first`: the row where a packed sequence starts, else None
     span    (len_q, len_k, window_left, window_right)
     mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
     rules   (scale, softcap, slope)
@@ -32,15 +31,14 @@ ROW_BLOCK: tl.constexpr = tl.constexpr(configs.ROW_BLOCK)
 
 
 @triton.jit
-def head_of(ref, item, h, first, stride_b, stride_h, stride_s, stride_d, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """The source of one head's tiles, or of one packed sequence's. Strides count ALIGN elements, which proves to the compiler that rows
-    start on 16 bytes whatever their length."""
+def head_of(ref, at, stride_b, stride_h, stride_s, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """Where one head starts, or one packed sequence in it; a descriptor takes that place with every tile instead."""
     start = ref
     if not TMA:
-        start = ref + (item * stride_b + h * stride_h) * ALIGN
-        if first is not None:
-            start += first * (stride_s * ALIGN)
-    return start, stride_s * ALIGN, stride_d, item, h, first
+        start = ref + (at[0] * stride_b + at[1] * stride_h) * ALIGN
+        if at[2] is not None:
+            start += at[2] * (stride_s * ALIGN)
+    return start
 
 
 @triton.jit
@@ -60,9 +58,10 @@ def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
     """
     if TMA:
-        if source[5] is not None:
-            row0 += source[5]
-        tile = source[0].load([source[3], source[4], row0, 0]).reshape(ROWS, COLS)
+        item, h, first = source[3]
+        if first is not None:
+            row0 += first
+        tile = source[0].load([item, h, row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
         tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=inside, other=0.0)
