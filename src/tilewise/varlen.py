@@ -118,7 +118,7 @@ def attention_varlen(
     if backend == "reference":
         result = as_the_op(reference.attention_varlen_full, prepared.reference_arguments, out_dtype)
     else:
-        result = tuple(x if x.ndim == 1 else x[0] for x in ops.attention_forward(**prepared.op_arguments))
+        result = tuple(x if x is None or x.ndim == 1 else x[0] for x in ops.attention_forward(**prepared.op_arguments))
     return returned(prepared, result)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .configs import CHUNK
-from .launch import RUNTIME, Launch
+from .launch import RUNTIME, Launch, run
 from .tiles import packed_tile
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def scheduled(call: Launch, block: int, over_keys: bool, with_sequences: bool = 
     of_sequences = t.cu_seqlens_q.new_empty(sequences, RECORD) if with_sequences else None
     matrices = [x for x in (t.bias, t.mask) if x is not None]
     most_q, most_k = (min([x.shape[dim] for x in matrices if x.shape[dim] > 1], default=ANY) for dim in (2, 3))
-    schedule[(triton.cdiv(sequences, CHUNK),)](
-        t.cu_seqlens_q.contiguous(), t.cu_seqlens_k.contiguous(),
+    run(
+        schedule, triton.cdiv(sequences, CHUNK), t.cu_seqlens_q.contiguous(), t.cu_seqlens_k.contiguous(),
         None if t.seqused_q is None else t.seqused_q.contiguous(), None if t.seqused_k is None else t.seqused_k.contiguous(),
         records, of_sequences, sequences, call.size_q, call.size_k, most_q, most_k, slots,
         OVER_KEYS=over_keys, BLOCK=block, CHUNK=CHUNK, num_warps=4, num_stages=1,
@@ -207,8 +207,9 @@ def by_place(partial: Tensor, records: Tensor, groups: int, size: int, keys: boo
     result = partial.new_empty(groups, heads, size)
     shared = records.shape[0] // groups
     if result.numel():
-        grid = (triton.cdiv(size, BLOCK) * heads * groups,)
-        sum_rows[grid](partial, records, result, heads, size, total, shared, KEYS=keys, KEEP=True, BLOCK=BLOCK, num_warps=4)
+        programs = triton.cdiv(size, BLOCK) * heads * groups
+        given = (partial, records, result, heads, size, total, shared)
+        run(sum_rows, programs, *given, KEYS=keys, KEEP=True, BLOCK=BLOCK, num_warps=4)
     return result
 
 
@@ -217,5 +218,6 @@ def by_sequence(partial: Tensor, records: Tensor) -> Tensor:
     heads, total = partial.shape[1:]
     result = partial.new_empty(records.shape[0], heads)
     if result.numel():
-        sum_rows[(result.numel(),)](partial, records, result, heads, 0, total, 1, KEYS=False, KEEP=False, BLOCK=BLOCK, num_warps=4)
+        given = (partial, records, result, heads, 0, total, 1)
+        run(sum_rows, result.numel(), *given, KEYS=False, KEEP=False, BLOCK=BLOCK, num_warps=4)
     return result
