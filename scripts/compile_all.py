@@ -35,7 +35,7 @@ TARGETS = {
 }
 KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
-FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "program", "everything")
+FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "program", "lists", "everything")
 
 # What `kernels.triton.emission` makes of score + table[h, q_idx - kv_idx + n] * gate[h], of its derivative with gradients of both tensors,
 # and of (documents[b, q_idx] == documents[b, kv_idx]) & (q_idx >= kv_idx).
@@ -133,13 +133,15 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "TMA": tma,
         "TMA_DO": tma,
         "NATURAL": natural,
-        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program"),
+        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "lists"),
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
         "DENSE": case.has("mask", "bias", "program") or case.kernel == "bias_gradient",
         "SCORE_MOD": SCORE_MOD if case.has("program") else "",
         "MASK_MOD": MASK_MOD if case.has("program") else "",
         "SCORE_GRAD": SCORE_GRAD if case.has("program") else "",
+        "LIST_M": 128 if case.has("lists") else 0,
+        "LIST_N": 128 if case.has("lists") else 0,
     }
     if case.kernel != "attention_dq":
         constants["SCORE_GRAD"] = "\n".join(line for line in constants["SCORE_GRAD"].split("\n") if not line.startswith("scatter"))
@@ -164,6 +166,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "slope_rows_ptr": "*fp32" if case.has("alibi") else None,
         "captured_ptr": CAPTURED if case.has("program") else None,
         "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
+        "lists_ptr": ("*i32", "*i32", "*i32", "*i32", "*i64") if case.has("lists") else None,
+        "list_sizes": ("i64",) * 6 if case.has("lists") else None,
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
