@@ -287,7 +287,7 @@ def test_listed_tiles_are_visited_once_and_no_others(seed: int) -> None:
             for j, hidden in chunks.key_tiles(c, i):
                 for run, span in j.spans():
                     tile = seen[c.b, c.heads, i, run]
-                    tile += 1 if hidden is None else (~hidden).long().expand(*tile.shape[:3], j.count)[..., span]
+                    tile += 1 if hidden is None else (~hidden).long().expand(*tile.shape[:3], j.width)[..., span]
                     computed += tile.numel()
     assert torch.equal(seen, rule.dense(2, 4, 100, 150).long().expand_as(seen))
     pairs = mask.status().gt(0).repeat_interleave(16, 2).repeat_interleave(16, 3)[..., :100, :150]

@@ -337,7 +337,7 @@ def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool) -> 
             f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks, a tilewise.BlockMask, or a bool tensor that broadcasts "
             "to (B, Hq, Sq, Sk). For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
-    call = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    call: dict[str, Any] = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
     lowered = lower(mask, **call)
     return lowered, lists_of_blocks(mask, **call, ragged=ragged)
 

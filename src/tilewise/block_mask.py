@@ -129,9 +129,12 @@ class BlockMask:
         self.heads = _told_apart("heads", heads, own_heads, "h" in names)
         self.reads = frozenset(names) & {"b", "h", "p"}
         self.grid = Grid(seqlen_q, seqlen_k, *sizes, *rule.implied_window())
-        call = dict(batch=self.batch, heads=self.heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device)
-        self.lowered: Lowered = lower(rule, **call)
+        self.lowered = self._lower(rule, device)
         return (text, self.grid, self.batch, self.heads, device), captured
+
+    def _lower(self, rule: Mask, device: torch.device) -> Lowered:
+        # Where nothing tells batch items or heads apart, what one of them takes serves any number.
+        return lower(rule, batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, device=device)
 
     # Constructors.
 
@@ -379,8 +382,7 @@ class BlockMask:
             return self
         moved = object.__new__(BlockMask)
         rule = self.rule.to(device)
-        sizes = dict(batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k)
-        moved.__dict__.update(self.__dict__, rule=rule, lists=self.lists.to(device), lowered=lower(rule, **sizes, device=device))
+        moved.__dict__.update(self.__dict__, rule=rule, lists=self.lists.to(device), lowered=self._lower(rule, device))
         return moved
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool = False) -> None:
@@ -465,7 +467,7 @@ def _block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
             f"BlockMask: block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}, or a pair of these for queries "
             "and keys"
         )
-    return sizes  # type: ignore[return-value]
+    return sizes
 
 
 def _told_apart(name: str, given: int | None, own: int, read: bool) -> int:
