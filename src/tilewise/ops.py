@@ -362,12 +362,15 @@ def _call_backward_function(*args: Any) -> Any:
     return _AttentionBackward.apply(*single, *given["blocks"], *given["captured"])
 
 
-class _Direct(_Attention):
+class _Direct(torch.autograd.Function):
     """The same without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
 
     @staticmethod
-    def forward(*flat: Any) -> Any:
-        return _run_forward(_named(_FORWARD_ARGS, flat))
+    def forward(ctx: Any, *flat: Any) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+        args = _named(_FORWARD_ARGS, flat)
+        results = _run_forward(args)
+        _save(ctx, args, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:

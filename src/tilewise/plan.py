@@ -186,8 +186,9 @@ def select(
     *,
     request: Request = _PLAIN,
     target: Target | None = None,
+    warn: bool = True,
 ) -> Plan:
-    """Chooses the backend of one call.
+    """Chooses the backend of one call; with `warn`, says once for each reason that a GPU call falls to plain PyTorch.
 
     Raises:
         UnsupportedAttention: the backend that was named cannot serve the call; the message says why, and which can.
@@ -201,7 +202,7 @@ def select(
         if reason is not None:
             raise UnsupportedAttention(
                 f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves "
-                f"it with {select(t, r, request=request, target=target).backend!r}."
+                f"it with {select(t, r, request=request, target=target, warn=False).backend!r}."
             )
         return Plan(backend)
     declined = []
@@ -211,7 +212,7 @@ def select(
             break
         declined.append((candidate, reason))
     chosen = Plan(candidate, tuple(declined))
-    if candidate == "tiled" and target.type in ("cuda", "xpu"):
+    if warn and candidate == "tiled" and target.type in ("cuda", "xpu"):
         _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
     return chosen
 
