@@ -17,7 +17,7 @@ from .errors import UnsupportedAttention
 from .expressions import same_device
 from .mask_base import Mask, indices
 from .masks import Blocks, Custom, Dense, Lowered, conjuncts, lower
-from .tile_status import EMPTY, FULL, PARTIAL, Grid, tile_status, transpose
+from .tile_status import EMPTY, FULL, PARTIAL, Grid, tile_status, transpose, window_lists
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -109,6 +109,13 @@ class BlockMask:
         key, captured = self._describe(rule, seqlen_q, seqlen_k, batch, heads, _block_sizes(block_size), device)
         self.exact = True
         self.lists = tile_cache.find(key, captured, lambda: _lists(tile_status(rule, self.grid, self.batch, self.heads, device), self.grid))
+
+    def _build(self, device: torch.device) -> TileLists:
+        grid = self.grid
+        if self.rule.window() is None:
+            return _lists(tile_status(self.rule, grid, self.batch, self.heads, device), grid)
+        tensors = window_lists(grid, device) + window_lists(grid.transposed(), device)
+        return TileLists(grid.block_m, grid.block_n, *(x for i in range(0, 8, 2) for x in _shortened(tensors[i], tensors[i + 1])))
 
     def _describe(
         self,
@@ -455,6 +462,11 @@ def _compact(chosen: Tensor, base: Tensor) -> list[Tensor]:
     target = torch.where(chosen, rank - 1, number[..., None] + place - rank)
     blocks = (base[:, None] + place).to(torch.int32).expand(chosen.shape)
     index = torch.empty_like(target).scatter_(3, target.long(), blocks)
+    return _shortened(number, index)
+
+
+def _shortened(number: Tensor, index: Tensor) -> list[Tensor]:
+    """The index tensor cut at the largest number, where the host may know it."""
     if tile_cache.host_may_read(index):
         index = index[..., : int(number.max()) if number.numel() else 0].contiguous()
     return [number, index]
