@@ -55,9 +55,8 @@ def attend(
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if VALUES_IN_KEYS:
-            v_tile = k_tile
-        else:
+        v_tile = k_tile
+        if not VALUES_IN_KEYS:
             v_tile = load_keys(v, page, slot, inside, 0, BLOCK_DV, DV, MASKED).to(q.dtype)  # [N, DV]
         if mask is not None:  # between the bounds windows hide no key from all rows; a mask can
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)

@@ -20,7 +20,7 @@ def columns(FIRST: tl.constexpr, COLS: tl.constexpr, dim_stride):
 
 @triton.jit
 def places(table, n0, offs_n, inside, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(page, slot) of keys `offs_n`, 64-bit. A page that holds the whole tile is one number; without pages it is 0, the row being chosen."""
+    """(page, slot) of keys `offs_n`, 64-bit. A page that holds the whole tile is one number; it is 0 where there are no pages."""
     if PAGE_SIZE == 0:
         page, slot = tl.zeros([], tl.int64), offs_n.to(tl.int64)
     elif PAGE_SIZE % BLOCK_N == 0:
