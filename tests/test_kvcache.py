@@ -313,7 +313,7 @@ def test_every_group_size(report, heads):
 @report(55, 139)
 def test_a_mask_for_another_length_is_an_error(report):
     for mask in (masks.Document(torch.zeros(1, 20, dtype=torch.int64)), masks.Blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), 16)):
-        with pytest.raises(ValueError, match="Document|Blocks"):
+        with pytest.raises(ValueError, match=r"Document|Blocks"):
             attention_with_kvcache(**cached(capacity=40), mask=mask)
 
 
