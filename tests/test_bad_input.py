@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilewise
 from tilewise import UnsupportedAttention
 
+from .reports import report
+
 B, SQ, SK, HQ, HK, D, DV = 2, 5, 7, 4, 2, 8, 6
 
 KERNEL_OPS = re.compile(r"tilewise::|::(b?mm|addmm|baddbmm|matmul|einsum|softmax|_softmax|exp|_scaled_dot_product.*)$")
@@ -266,7 +268,8 @@ def test_unsupported_is_one_exception_that_existing_handlers_catch() -> None:
     assert issubclass(UnsupportedAttention, NotImplementedError)
 
 
-def test_autocast_off_does_not_cast() -> None:
+@report(155)
+def test_autocast_off_does_not_cast(report: str) -> None:
     """B155: float32 q and k beside a bfloat16 v name all three dtypes."""
     arguments = inputs()
     arguments["v"] = arguments["v"].bfloat16()
@@ -274,7 +277,8 @@ def test_autocast_off_does_not_cast() -> None:
         call(arguments)
 
 
-def test_sizes_that_only_sometimes_matter_are_checked_always() -> None:
+@report(55)
+def test_sizes_that_only_sometimes_matter_are_checked_always(report: str) -> None:
     """B55: a mask built for 20 keys raises at every other length, also the shorter ones that would index inside it."""
     mask = torch.ones(2, 1, 4, 20, dtype=torch.bool)
     q = torch.rand(2, 4, 1, 8)
