@@ -51,7 +51,7 @@ def cache_kernels():
         sys.modules["torch"] = types.ModuleType("torch")
     if "tilewise.kernels.triton.cache.launch" not in sys.modules:
         launch = types.ModuleType("tilewise.kernels.triton.cache.launch")
-        launch.CacheLaunch = launch.on_device = launch.table = launch.table_stride = None
+        launch.CacheLaunch = launch.on_device = launch.table = launch.vectors = None
         sys.modules[launch.__name__] = launch
     from tilewise.kernels.triton.cache import appending, configs, decode, merge
 

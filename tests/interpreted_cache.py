@@ -42,7 +42,7 @@ def on_the_host(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_calls(seed):
     cache_cases.check(cache_cases.random_call(seed, (torch.float32, torch.float16), programs=False))
     assert served == ["triton"]
@@ -53,11 +53,11 @@ def cached(batch: int, capacity: int, size_q: int = 1, heads: int = 4) -> tuple[
 
 
 def test_the_split_changes_nothing_but_rounding():
-    q, k_cache, v_cache = cached(2, 150, 3)
-    used, sink = torch.tensor([150, 11], dtype=torch.int32), torch.randn(4)
+    q, k_cache, v_cache = cached(2, 90, 3)
+    used, sink = torch.tensor([90, 11], dtype=torch.int32), torch.randn(4)
     options = {"cache_seqlens": used, "causal": True, "learnable_sink": sink, "return_aux": "lse"}
     whole, whole_aux = attention_with_kvcache(q, k_cache, v_cache, num_splits=1, **options)
-    for splits in (2, 3, 7, 100):
+    for splits in (2, 5, 100):
         out, aux = attention_with_kvcache(q, k_cache, v_cache, num_splits=splits, **options)
         torch.testing.assert_close(out, whole)
         torch.testing.assert_close(aux.lse, whole_aux.lse)
@@ -65,8 +65,8 @@ def test_the_split_changes_nothing_but_rounding():
 
 def test_neighbours_do_not_change_the_bits():
     """Alone, with others, in a larger cache, in pages: the parts of an item end at the same positions."""
-    q, k_cache, v_cache = cached(3, 96, 2)
-    used = torch.tensor([96, 7, 40], dtype=torch.int32)
+    q, k_cache, v_cache = cached(3, 64, 2)
+    used = torch.tensor([64, 7, 40], dtype=torch.int32)
     for options in ({"causal": True}, {"window_size": (20, 0)}):
         together = attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=used, batch_invariant=True, **options)
         for b in (0, 2) if options.get("causal") else (1,):
@@ -75,8 +75,8 @@ def test_neighbours_do_not_change_the_bits():
             assert torch.equal(alone, together[part])
         wider = [torch.cat([x, torch.full_like(x, float("nan"))], 1) for x in (k_cache, v_cache)]
         assert torch.equal(attention_with_kvcache(q, *wider, cache_seqlens=used, batch_invariant=True, **options), together)
-        pages = [x.reshape(72, 4, 2, 16) for x in (k_cache, v_cache)]
-        table = torch.arange(72, dtype=torch.int32).view(3, 24)
+        pages = [x.reshape(48, 4, 2, 16) for x in (k_cache, v_cache)]
+        table = torch.arange(48, dtype=torch.int32).view(3, 16)
         paged = attention_with_kvcache(q, *pages, page_table=table, cache_seqlens=used, batch_invariant=True, **options)
         assert torch.equal(paged, together)
 

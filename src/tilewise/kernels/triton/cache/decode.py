@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import run
 from ..tiles import LOG2E, NEG_INF, hide_rows, log_sum_exp, online_softmax_update
-from .launch import CacheLaunch, on_device
+from .launch import CacheLaunch, on_device, vectors
 from .merge import MERGED_AT_ONCE, merge_parts
 from .tiles import cache_scores, clamped, load_keys, load_turned, places
 
@@ -207,27 +208,22 @@ def attention_cached(
 
 def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor, call: CacheLaunch) -> None:
     """Fill out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); packed: (1, total, Hq, Dv) and (Hq, total), 0 and -inf outside the offsets."""
-    config, splits, part = call.config, call.splits, call.part
-    total = out.shape[0] * out.shape[1]
+    splits, total = call.splits, out.shape[0] * out.shape[1]
     work = None
     if splits > 1:
-        work = torch.empty(splits * total * call.heads * (call.dv + 2), dtype=torch.float32, device=out.device)
+        work = torch.empty(splits * total * call.heads * (out.shape[3] + 2), dtype=torch.float32, device=out.device)
     elif t.cu_seqlens_q is not None:
         out.zero_()
         lse.fill_(float("-inf"))
-    natural = {"NATURAL": call.natural, "DV": call.dv, "BLOCK_DV": call.block_dv, "enable_fp_fusion": True}
+    small = vectors(t)
     with on_device(out.device):
-        attention_cached[(call.programs * splits,)](
-            t.q, t.k_cache, t.v_cache, out, lse, work, *call.vectors(), *call.strides(),
-            call.kv_heads, call.group, call.size_q, total, call.row_tiles, splits, r.appended, call.capacity, t.k_cache.shape[0],
-            call.positions, r.softmax_scale, call.unit, call.unit_exact, call.softcap, call.window_left, call.window_right,
-            D=call.d, MAIN=call.main, REST=call.rest, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PART=part,
-            LEAST=call.least, PAGE_SIZE=call.page_size, ROTARY=call.rotary, INTERLEAVED=r.rotary_interleaved,
-            VALUES_IN_KEYS=call.values_in_keys, ALIGN=call.align, PRECISION=call.precision, num_warps=config.num_warps,
-            num_stages=config.num_stages, **natural,
+        run(
+            attention_cached, call.programs * splits, t.q, t.k_cache, t.v_cache, out, lse, work, *small, *call.strides,
+            call.kv_heads, call.group, call.size_q, total, call.row_tiles, splits, r.appended, call.capacity, *call.numbers,
+            **call.constants,
         )  # fmt: skip
         if work is not None:
-            merge_parts[(total * call.heads,)](
-                work, out, lse, t.cu_seqlens_q, call.heads, call.size_q, total, splits, t.batch, call.unit, call.unit_exact,
-                BLOCK_S=MERGED_AT_ONCE, num_warps=4, **natural,
+            run(
+                merge_parts, total * call.heads, work, out, lse, t.cu_seqlens_q, call.heads, call.size_q, total, splits, call.batch,
+                call.unit, call.unit_exact, BLOCK_S=MERGED_AT_ONCE, num_warps=4, **call.shared_constants,
             )  # fmt: skip
