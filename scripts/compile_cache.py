@@ -51,7 +51,7 @@ def cache_kernels():
         sys.modules["torch"] = types.ModuleType("torch")
     if "tilewise.kernels.triton.cache.launch" not in sys.modules:
         launch = types.ModuleType("tilewise.kernels.triton.cache.launch")
-        launch.CacheLaunch = launch.on_device = launch.table = launch.vectors = None
+        launch.CacheLaunch = launch.captured = launch.on_device = launch.table = launch.vectors = None
         sys.modules[launch.__name__] = launch
     from tilewise.kernels.triton.cache import appending, configs, decode, merge
 
@@ -91,6 +91,7 @@ def constants_of(case: Case) -> tuple[dict, dict]:
         "ALIGN": 128 // bits,
         "NATURAL": bits == 32 or cache_bits == 8 or case.has("softcap") or case.has("alibi"),
         "PRECISION": "ieee",
+        "MASK_MOD": "",
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
@@ -113,6 +114,8 @@ def argument_types(case: Case, parameters) -> tuple[dict[str, str], dict]:
         "k_scale_ptr": "*fp32" if cache == "fp8e4nv" else None,
         "v_scale_ptr": "*fp32" if cache == "fp8e4nv" else None,
         "work_ptr": "*fp32",
+        "captured_ptr": None,
+        "captured_sizes": None,
         "lse_ptr": "*fp32",
         "softcap": "fp32" if case.has("softcap") else None,
         "window_left": "i32" if case.has("window") else None,

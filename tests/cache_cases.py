@@ -32,7 +32,7 @@ class Call:
         return self.q, self.k_cache, self.v_cache, self.k, self.v
 
 
-def random_call(seed: int, dtypes: tuple[torch.dtype, ...], dims: Dims = SMALL_DIMS, device: str = "cpu", programs: bool = True) -> Call:
+def random_call(seed: int, dtypes: tuple[torch.dtype, ...], dims: Dims = SMALL_DIMS, device: str = "cpu") -> Call:
     """Every feature appears in some of the calls, and by chance with every other one."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
@@ -79,11 +79,11 @@ def random_call(seed: int, dtypes: tuple[torch.dtype, ...], dims: Dims = SMALL_D
         options["mask"] = torch.rand(shape, device=device) > 0.3
     elif rule == "window":
         options["mask"] = masks.SlidingWindow(9, 0)
-    elif rule == "chunks" and programs:
+    elif rule == "chunks":
         options["mask"] = masks.Chunked(7)
-    elif rule == "custom" and programs:
+    elif rule == "custom":
         options["mask"] = masks.Causal() & masks.Custom(lambda b, h, i, j: (i + j + h + b) % 3 != 0)
-    elif rule == "documents" and programs and inside:
+    elif rule == "documents" and inside:
         options["mask"] = masks.Document(torch.randint(0, 3, (batch, capacity), device=device))
     if choose.random() < 0.3:
         options["softcap"] = choose.choice([1.0, 5.0])

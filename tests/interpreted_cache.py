@@ -44,7 +44,7 @@ def on_the_host(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_calls(seed):
-    cache_cases.check(cache_cases.random_call(seed, (torch.float32, torch.float16), programs=False))
+    cache_cases.check(cache_cases.random_call(seed, (torch.float32, torch.float16)))
     assert served == ["triton"]
 
 

@@ -26,8 +26,6 @@ def why_not(t: CacheOperands, r: CacheRules, target: Target) -> str | None:
     dim, dim_v = t.q.shape[3], t.v_cache.shape[3]
     if not (1 <= dim <= MAX_HEAD_DIM and 1 <= dim_v <= MAX_HEAD_DIM_V):
         return f"head dims are {dim} and {dim_v}, and these kernels take up to {MAX_HEAD_DIM} and {MAX_HEAD_DIM_V}"
-    if r.mask_mod:
-        return "the mask is a program, which these kernels do not run"
     from .launch import planned, signature
 
     if planned(signature(t, r)) is None:

@@ -10,6 +10,7 @@ import torch
 
 from ....plan import Target, target_of
 from ..configs import architecture, padded, shared_limit
+from ..emission import Facts, encoded, facts, forward_text, sizes
 from ..launch import LOG2E, WIDEST_WINDOW, as_bytes, contiguous, power_of_two_at_least, raw_scores, rows_aligned, used_strides
 from . import configs
 from .configs import Config
@@ -54,6 +55,7 @@ class Signature(NamedTuple):
     rotary: tuple[int, int]  # positions and columns of the tables
     at_16_bytes: bool  # q and the caches start at a multiple
     same_start: bool  # values start where keys do
+    captured: tuple[Facts, ...]  # what the program of the mask reads
 
 
 def signature(t: CacheOperands, r: CacheRules) -> Signature:
@@ -77,6 +79,7 @@ def signature(t: CacheOperands, r: CacheRules) -> Signature:
         (0, 0) if t.rotary_cos is None else (t.rotary_cos.shape[0], t.rotary_cos.shape[1]),
         not (starts[0] | starts[1] | starts[2]) & 15,
         starts[1] == starts[2],
+        tuple(map(facts, t.captured)),
     )
 
 
@@ -165,6 +168,7 @@ class CacheLaunch:
             "INTERLEAVED": r.rotary_interleaved,
             "VALUES_IN_KEYS": values_in_keys(s, main),
             "ALIGN": self.align,
+            "MASK_MOD": self._program(s),
             "PRECISION": "tf32" if r.allow_tf32 and bits == 32 else "ieee",
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
@@ -176,6 +180,13 @@ class CacheLaunch:
         shape, stride = x
         outer = used_strides(shape, stride)[:3]
         return *(n // self.align for n in outer), None if shape[3] == 1 or stride[3] == 1 else stride[3]
+
+    def _program(self, s: Signature) -> str:
+        """The mask function as the kernel runs it. Positions go from before the first key, where queries outnumber keys, to the last."""
+        if not s.rules.mask_mod:
+            return ""
+        indices = sizes(self.batch, self.heads, max(self.size_q, s.rules.appended), self.capacity, ragged=True)
+        return forward_text(s.rules.mask_mod, s.captured, indices)
 
     def _splits(self, r: CacheRules, device: torch.device) -> tuple[int, int]:
         """(tiles of a part, parts): 0 tiles where parts are equal shares of what an item has, however much that is."""
@@ -199,6 +210,11 @@ def vectors(t: CacheOperands) -> tuple[Tensor | None, ...]:
         contiguous(t.cu_seqlens_q), contiguous(t.rotary_cos), contiguous(t.rotary_sin), as_bytes(t.mask), contiguous(t.alibi_slopes),
         contiguous(t.sink), contiguous(t.k_descale), contiguous(t.v_descale),
     )  # fmt: skip
+
+
+def captured(t: CacheOperands) -> tuple[Any, Any]:
+    """The tensors that the program of a mask reads, and their sizes and strides."""
+    return (tuple(map(as_bytes, t.captured)), tuple(map(encoded, t.captured))) if t.captured else (None, None)
 
 
 def table(page_table: Tensor | None) -> Tensor | None:
