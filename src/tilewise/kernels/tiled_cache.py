@@ -159,7 +159,7 @@ def hidden_from(
         hidden = hidden | ~(mask[:, rows, j] if mask.shape[2] > 1 else mask[:, rows])
     if r.mask_mod:
         heads = torch.arange(t.q.shape[2], device=p.device)[:, None, None]
-        at = {"b": torch.full_like(heads[:1], b), "h": heads, "kv_idx": key, "p": position}
+        at = {"b": torch.full_like(heads[:1], b), "h": heads, "q_idx": position, "kv_idx": key, "p": position}
         hidden = hidden | ~program(r.mask_mod).evaluate(at, t.captured)
     return hidden
 

@@ -128,7 +128,7 @@ def attention_cached(
     if lengths_ptr is not None:
         len_k = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), capacity)
     if padding_ptr is not None:
-        padding = tl.maximum(tl.load(padding_ptr + b), 0)
+        padding = tl.minimum(tl.maximum(tl.load(padding_ptr + b), 0), capacity)
     len_k += appended
     shift = len_k - len_q
     rows = m0 + tl.arange(0, BLOCK_M)
