@@ -243,6 +243,8 @@ def kind(x: Any, exact: bool) -> Any:
         return x if exact else "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
     if hasattr(x, "data_ptr"):
         return x.dtype, x.data_ptr() % 16 == 0
+    if type(x) is tuple:  # what programs read: the tensors themselves must not be kept
+        return tuple(kind(part, exact) for part in x)
     if hasattr(x, "block_shape"):  # a descriptor
         return x.base.dtype, *x.block_shape
     return tuple(kind(element, exact) for element in x) if isinstance(x, tuple) else x
