@@ -128,7 +128,7 @@ def _rank_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
         q, k, v = (x.reshape(x.shape[:cut].numel(), -1, *x.shape[-2:]) for x in (q, k, v))
         return q, k, v, mask
     raise UnsupportedAttention(
-        f"attn_mask has shape {given} and strides {mask.stride()} for leading dimensions {tuple(sizes)}: these cannot be read as a batch and "
+        f"attn_mask has shape {given}, strides {mask.stride()} for leading dimensions {tuple(sizes)}: these cannot be read as a batch and "
         "heads, so it would have to be copied. Pass it contiguous and in full shape, or reorder the leading dimensions"
     )
 

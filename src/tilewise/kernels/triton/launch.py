@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 
+from ..kernel_cache import prepare
 from .configs import Config, architecture, choose, features, padded, shared_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...plan import Operands, Rules
+
+prepare()
 
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
