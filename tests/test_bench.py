@@ -422,6 +422,15 @@ def test_pictures_are_drawn_in_both_themes(tmp_path):
     assert all(path.stat().st_size > 1000 for path in written)
 
 
+def test_plot_names_its_files_as_json(tmp_path, capsys):
+    plot = pytest.importorskip("tilewise.bench.plot")
+    results = tmp_path / "rows.jsonl"
+    results.write_text("".join(json.dumps(picture_row("tilewise", n)) + "\n" for n in (1024, 4096)))
+    assert plot.main([str(results), "--out", str(tmp_path), "--theme", "dark", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [str(tmp_path / "speed-fwd-dark.svg")]
+    assert plot.fingerprint(plot.read([results])) in (tmp_path / "speed-fwd-dark.svg").read_text()
+
+
 def test_out_of_memory_is_dashed_at_its_predicted_memory_never_zero():
     plot = pytest.importorskip("tilewise.bench.plot")
     shape = dict(case="memory", kind="memory", ms_rounds=[], tflops=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -194,6 +195,7 @@ def prepare(
     """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed."""
     refuse_descale(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     typed("causal", causal, bool)
+    typed("check_values", check_values, bool)
     if backend not in plan.BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(plan.BACKENDS)}")
     aux_names = _aux_names(return_aux)
@@ -213,9 +215,8 @@ def prepare(
     if not 0.0 <= _finite("dropout_p", dropout_p) < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be in [0, 1)")
     if out_dtype not in (None, q.dtype, plan.accumulator_dtype(q.dtype)):
-        raise ValueError(
-            f"out_dtype is {out_dtype}; for inputs of {q.dtype} it must be None, {q.dtype} or {plan.accumulator_dtype(q.dtype)}"
-        )
+        allowed = " or ".join(dict.fromkeys(map(str, (q.dtype, plan.accumulator_dtype(q.dtype)))))
+        raise ValueError(f"out_dtype is {out_dtype}; for inputs of {q.dtype} it must be None or {allowed}")
 
     bias = broadcast_to_scores("bias", bias, sizes)
     alibi_slopes = per_head("alibi_slopes", alibi_slopes, sizes, per_batch=True)
@@ -295,7 +296,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
-    if not -math.inf < value < math.inf:  # not isfinite: torch.compile does not trace it for symbolic numbers
+    if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
         raise ValueError(f"{name} is {value}; it must be finite")
     return float(value)
 

@@ -200,34 +200,32 @@ def heat_map(rows: list[Row], theme: str = "light", case: str = "paper") -> Figu
     for row in rows:
         if row["case"] == case and row.get("ms_rounds"):
             grouped.setdefault((row["label"], row["pass"]), []).append(row)
-    ours = sorted({provider_label(r) for r in rows if r["case"] == case and r["provider"] == "tilewise" and r.get("ms_rounds")})
-    columns = [(label, p) for label in ours for p in PASS_NAMES if any(key[1] == p for key in grouped)]
-    labels = sorted({key[0] for key in grouped}, key=_natural)
-    if not columns or not labels:
+    cells: dict[tuple[str, tuple[str, str]], tuple[Row, Row]] = {}  # by label and column: ours and the best peer
+    for (label, pass_), group in grouped.items():
+        best = min((r for r in group if r["provider"] != "tilewise"), key=lambda r: r["ms"], default=None)
+        if best is not None:
+            cells |= {(label, (provider_label(r), pass_)): (r, best) for r in group if r["provider"] == "tilewise"}
+    if not cells:
         return None
+    columns = sorted({column for _, column in cells}, key=lambda c: (_order_of(c[0]), list(PASS_NAMES).index(c[1])))
+    labels = sorted({label for label, _ in cells}, key=_natural)
     figure, axes = _panels(1, 1, theme, width=2.6 + 1.5 * len(columns), height=1.9 + 0.32 * len(labels))
     axis = axes[0][0]
-    for y, label in enumerate(labels):
-        for x, (mine, pass_) in enumerate(columns):
-            group = grouped.get((label, pass_), [])
-            me = next((r for r in group if provider_label(r) == mine), None)
-            best = min((r for r in group if r["provider"] != "tilewise"), key=lambda r: r["ms"], default=None)
-            if me is None or best is None:
-                continue
-            value = ratio(me, best)
-            axis.add_patch(plt.Rectangle((x - 0.49, y - 0.47), 0.98, 0.94, color=_diverging(value)))
-            text = f"{value:.2f}  {_style(best['provider'])[2].split(' (')[0].replace('FlashAttention-', 'FA')}"
-            axis.text(x, y, text, ha="center", va="center", fontsize=9, color="#10141a")
+    for (label, column), (mine, best) in cells.items():
+        x, y, value = columns.index(column), labels.index(label), ratio(mine, best)
+        axis.add_patch(plt.Rectangle((x - 0.49, y - 0.47), 0.98, 0.94, color=_diverging(value)))
+        text = f"{value:.2f}  {_style(best['provider'])[2].split(' (')[0].replace('FlashAttention-', 'FA')}"
+        axis.text(x, y, text, ha="center", va="center", fontsize=9, color="#10141a")
     axis.set_xlim(-0.5, len(columns) - 0.5)
     axis.set_ylim(len(labels) - 0.5, -0.5)
-    axis.set_xticks(range(len(columns)), [f"{PASS_NAMES[p]}\n{_style(mine)[2]}" for mine, p in columns], fontsize=9)
+    axis.set_xticks(range(len(columns)), [f"{PASS_NAMES[p]}\n{_style(name)[2]}" for name, p in columns], fontsize=9)
     axis.set_yticks(range(len(labels)), labels, fontsize=9)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     _colours(figure, axes, theme)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    kept = [r for group in grouped.values() for r in group]
+    kept = [row for pair in cells.values() for row in pair]
     title = f"Speed over the best peer's, named in each cell\n{_origin(kept)}"
     axis.set_title(title, fontsize=11, color=THEMES[theme]["text"], pad=10)
     figure.tight_layout()
@@ -276,9 +274,12 @@ def _style(label: str) -> tuple[str, str, str]:
 
 def _order(rows: Iterable[Row]) -> list[str]:
     """Providers in the order of STYLE, so that colours and legends agree between panels."""
-    names = {provider_label(r) for r in rows}
+    return sorted({provider_label(r) for r in rows}, key=_order_of)
+
+
+def _order_of(label: str) -> tuple[int, str]:
     known = list(STYLE)
-    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
+    return known.index(label) if label in known else len(known), label
 
 
 def _natural(label: str) -> list[Any]:
@@ -378,8 +379,12 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("site/figures"), help="folder for the pictures")
     p.add_argument("--format", default="svg", choices=["svg", "png"])
     p.add_argument("--theme", default="both", choices=["both", "light", "dark"])
+    p.add_argument("--json", action="store_true", help="print the files written as a JSON list")
     args = p.parse_args(arguments)
     themes = ("light", "dark") if args.theme == "both" else (args.theme,)
     written = draw(read(args.results), args.out, themes, args.format)
-    print("\n".join(map(str, written)) if written else "no row of these files can be drawn")
+    if args.json:
+        print(json.dumps([str(path) for path in written]))
+    else:
+        print("\n".join(map(str, written)) if written else "no row of these files can be drawn")
     return 0 if written else 1

@@ -13,7 +13,7 @@ from ..checks import check_window, typed
 from ..errors import UnsupportedAttention
 from ..expressions import same_device
 from ..mask_base import traced
-from ..masks import And, Mask, _conjuncts
+from ..masks import And, Mask, conjuncts
 from . import checks, ops
 from .checks import CacheSizes
 
@@ -213,7 +213,7 @@ def _lower(mask: Any, sizes: CacheSizes) -> tuple[int, int, str, list[Tensor]]:
     for tensor in mask.tensors():
         if not same_device(tensor.device, sizes.device):
             raise ValueError(f"mask {mask!r} is on {tensor.device} but q is on {sizes.device}; move it with mask.to('{sizes.device}')")
-    rest = [part for part in _conjuncts(mask) if part.window() is None]
+    rest = [part for part in conjuncts(mask) if part.window() is None]
     left, right = mask.implied_window()
     if not rest:
         return left, right, "", []

@@ -43,9 +43,9 @@ SHARED_LIMIT = {
 
 # Calls with one of these hold more in registers than the tiles of `TABLE` leave; they take those of `HEAVY_TABLE` where it has any.
 HEAVY = {
-    FORWARD: {"mask", "bias", "dropout"},
-    DKDV: {"mask", "bias", "dropout", "softcap", "alibi", "window_left", "lengths"},
-    DQ: {"mask", "bias", "dropout"},
+    FORWARD: {"mask", "bias", "dropout", "program"},
+    DKDV: {"mask", "bias", "dropout", "softcap", "alibi", "window_left", "lengths", "program"},
+    DQ: {"mask", "bias", "dropout", "program"},
     DBIAS: set(),
 }
 
@@ -154,6 +154,7 @@ def features(t: Operands, r: Rules) -> frozenset[str]:
     """What of a call decides between the tables."""
     given = {"mask": t.mask is not None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
     given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
+    given["program"] = bool(r.score_mod or r.mask_mod)
     given["lengths"] = t.seqused_q is not None or t.seqused_k is not None
     return frozenset(name for name, on in given.items() if on)
 
