@@ -38,6 +38,10 @@ class Operands:
     dropout_seed: Tensor | None = None  # int64, 0-d
     captured: tuple[Tensor, ...] = ()  # what the traced programs of `Rules` read
     blocks: TileLists | None = None  # which tiles `mask` and the mask program leave, and which they leave whole; changes no result
+    # Packed sequences: q, k and v are one row, (1, H, total, D), of which sequence b owns rows [cu_seqlens[b], cu_seqlens[b + 1]). Every
+    # other B then counts sequences, and the Sq and Sk of a bias or mask are the most queries and keys that a sequence may have.
+    cu_seqlens_q: Tensor | None = None  # int32 (sequences + 1,)
+    cu_seqlens_k: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 from ..kernel_cache import prepare
-from .configs import Config, architecture, choose, features, padded, shared_limit
+from .configs import ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "d
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
+RUNTIME += ["slots", "sequences", "most_q", "most_k", "size", "total", "shared"]
 RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
 
 LOG2E = 1.4426950408889634
@@ -47,6 +48,11 @@ class Launch:
     def __init__(self, t: Operands, r: Rules) -> None:
         self.t, self.r = t, r
         self.batch, self.heads, self.size_q, self.d = t.q.shape
+        self.sequences = None if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
+        self.items = self.batch if self.sequences is None else self.sequences  # what a bias or slopes may tell apart
+        # Packed lengths are in the records of tiles; kernels that have none need no lengths.
+        self.seqused_q, self.seqused_k = (None if self.sequences is not None else contiguous(x) for x in (t.seqused_q, t.seqused_k))
+        self.rows_padded = -(-self.size_q // ROW_BLOCK) * ROW_BLOCK
         self.heads_k, self.size_k, self.dv = t.v.shape[1:]
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
@@ -62,8 +68,10 @@ class Launch:
         self.natural = t.q.element_size() == 4 or not raw_scores(r.softmax_scale, r.softcap, added)
         # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
+        # Beyond a packed sequence lies another one.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
-        self.sanitize = unseen or any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
+        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q)
+        self.sanitize = unseen or any(x is not None for x in hiding) or r.window_left >= 0
         self.sanitize |= bool(r.score_mod or r.mask_mod)
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
 
@@ -71,9 +79,9 @@ class Launch:
         from . import emission
 
         t, r = self.t, self.r
-        ragged = t.seqused_q is not None or t.seqused_k is not None
+        ragged = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
         self._facts = tuple(map(emission.facts, t.captured))
-        self._indices = emission.sizes(self.batch, self.heads, self.size_q, self.size_k, ragged)
+        self._indices = emission.sizes(self.items, self.heads, self.size_q, self.size_k, ragged)
         if r.score_mod:
             self.score_mod = emission.forward_text(r.score_mod, self._facts, self._indices)
             self.dense |= emission.may_hide(r.score_mod)
@@ -135,8 +143,8 @@ class Launch:
             "slopes_ptr": slopes,
             "stride_slopes_b": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
             "stride_slopes_h": 0 if slopes is None else slopes.stride(1),
-            "seqused_q_ptr": contiguous(t.seqused_q),
-            "seqused_k_ptr": contiguous(t.seqused_k),
+            "seqused_q_ptr": self.seqused_q,
+            "seqused_k_ptr": self.seqused_k,
             "seed_ptr": t.dropout_seed if r.dropout_p > 0.0 else None,
             "heads": self.heads,
             "group": self.heads // max(self.heads_k, 1),
