@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate
 
+from ..kernel_cache import prepare
+
 __all__ = [
     "BarrierLayout",
     "Descriptor",
@@ -48,6 +50,8 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+prepare()
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function

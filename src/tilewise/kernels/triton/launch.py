@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 
+from ..kernel_cache import prepare
 from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from ...plan import Operands, Rules
     from .emission import Facts
+
+prepare()
 
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
