@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from . import ops, plan, reference
+from .block_mask import BlockMask, TileLists, lists_of_blocks
 from .checks import (
+    Sizes,
     broadcast_to_scores,
     check_qkv,
     check_values_on_device,
@@ -23,6 +25,7 @@ from .checks import (
     typed,
 )
 from .errors import UnsupportedAttention
+from .masks import Lowered, Mask, lower
 
 _AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
 
@@ -91,7 +94,8 @@ def attention(
         v: ``(B, Sk, Hk, Dv)``; Dv may differ from D. One dtype and device for q, k and v; autocast casts all three.
         causal: a query sees keys j <= p.
         window_size: ``(left, right)``: a query sees keys p - left <= j <= p + right, inclusive; -1 is unlimited.
-        mask: a rule from `tilewise.masks`, or a bool tensor that broadcasts to ``(B, Hq, Sq, Sk)``, True = visible. Never copied.
+        mask: a rule from `tilewise.masks`; a `BlockMask`, whose empty tiles cost nothing; or a bool tensor that broadcasts to
+            ``(B, Hq, Sq, Sk)``, True = visible. Never copied.
         bias: floating tensor that broadcasts to ``(B, Hq, Sq, Sk)``, added to the scores in float32; -inf masks, any finite value does not.
             Differentiable in every broadcast shape.
         score_mod: ``f(score, b, h, q_idx, kv_idx) -> score``, an ordinary function as FlexAttention takes; may read tensors.
@@ -225,11 +229,11 @@ def prepare(
     if backend != "reference":
         refuse_forward_mode(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, learnable_sink=sink)
 
-    mask_mod, score_text, captured, dense = "", "", [], None
+    mask_mod, score_text, captured, dense, lists = "", "", [], None, None
     if isinstance(mask, Tensor):
         dense = broadcast_to_scores("mask", mask, sizes, boolean=True)
-    elif mask is not None and backend != "reference":
-        lowered = _lower_mask(mask, sizes, q.device)
+    elif mask is not None and (backend != "reference" or isinstance(mask, BlockMask)):
+        lowered, lists = _lower_mask(mask, sizes, q.device, ragged=seqused_q is not None or seqused_k is not None)
         window_left = _tighter(window_left, lowered.window_left)
         window_right = _tighter(window_right, lowered.window_right)
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
@@ -257,9 +261,14 @@ def prepare(
         softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=sink, dropout_p=dropout_p, dropout_seed=seed, seqused_q=seqused_q,
         seqused_k=seqused_k, layout=layout,
     )  # fmt: skip
+    blocks = dict(
+        blocks=[] if lists is None else lists.tensors(),
+        block_m=0 if lists is None else lists.block_m,
+        block_n=0 if lists is None else lists.block_n,
+    )
     aux = ",".join(name for name in ops.AUX if name in aux_names)
     wants_aux = return_aux != () and return_aux is not None
-    return Prepared(operands | rules | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+    return Prepared(operands | rules | blocks | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
 
 
 def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
@@ -319,15 +328,19 @@ def _tighter(a: int, b: int) -> int:
     return min(a, b)
 
 
-def _lower_mask(mask: Any, sizes: Any, device: torch.device) -> Any:
-    from . import masks
-
-    if not isinstance(mask, masks.Mask):
+def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool) -> tuple[Lowered, TileLists | None]:
+    """What the kernels take of a rule, and the tile lists where it has or deserves them."""
+    if isinstance(mask, BlockMask):
+        mask.check(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, device, ragged)
+        return mask.lowered, mask.needed
+    if not isinstance(mask, Mask):
         raise TypeError(
-            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks or a bool tensor that broadcasts to (B, Hq, Sq, Sk). "
-            "For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks, a tilewise.BlockMask, or a bool tensor that broadcasts "
+            "to (B, Hq, Sq, Sk). For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
-    return masks.lower(mask, batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    call = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    lowered = lower(mask, **call)
+    return lowered, lists_of_blocks(mask, **call, ragged=ragged)
 
 
 __all__ = ["Aux", "UnsupportedAttention", "attention"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import plan
+from .block_mask import TENSORS, TileLists
 from .cost import Problem, flops
 from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
 
@@ -33,6 +35,7 @@ RULES = (
     "layout",
     "backend",
 )
+BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none, and the sizes of its tiles
 AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
@@ -45,20 +48,21 @@ _RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
     "str score_mod, str mask_mod, str layout, str backend"
 )
+_BLOCK_SCHEMA = "Tensor[] blocks, int block_m, int block_n"
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
+    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux, {_BLOCK_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs, {_BLOCK_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
-_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
+_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux", *BLOCKS)
+_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs", *BLOCKS)
 
 
 def float32_precision_allows_tf32() -> bool:
@@ -99,7 +103,8 @@ def operands(args: dict[str, Any]) -> Operands:
     if tensors["alibi_slopes"] is not None and tensors["alibi_slopes"].ndim == 1:
         tensors["alibi_slopes"] = tensors["alibi_slopes"][None]
     tensors["captured"] = tuple(tensors["captured"])
-    return Operands(**tensors)
+    lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
+    return Operands(**tensors, blocks=lists)
 
 
 def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
@@ -228,8 +233,9 @@ def _save(ctx: Any, args: dict[str, Any], output: tuple[Any, ...]) -> None:
     """What the backward pass needs of the arguments and results of the forward pass."""
     out, lse, _, _, entropy = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in _TENSORS), *args["captured"])
+    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in _TENSORS), *args["blocks"], *args["captured"])
     ctx.captured = len(args["captured"])
+    ctx.block_sizes = args["block_m"], args["block_n"]
     ctx.rules = tuple(args[name] for name in RULES)
     ctx.allow_tf32 = float32_precision_allows_tf32()
 
@@ -242,12 +248,13 @@ def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool
             "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
         )
     out, lse, entropy, *saved = ctx.saved_tensors
-    count = len(_TENSORS)
-    operands, captured = saved[:count], saved[count:]
+    count, lists = len(_TENSORS), _list_count(ctx.block_sizes[0])
+    operands, blocks, captured = saved[:count], saved[count : count + lists], saved[count + lists :]
     if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
         return [None] * len(needs)
     entropy = out.new_empty(0) if entropy is None else entropy
-    grads = iter(backward_op(dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs))
+    given = (dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs)
+    grads = iter(backward_op(*given, blocks, *ctx.block_sizes))
     return [next(grads) if needed else None for needed in needs]
 
 
@@ -259,7 +266,12 @@ def _autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     needed = dict(zip(_FORWARD_ARGS, ctx.needs_input_grad, strict=True))
     needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], ctx.captured)
     named, captured = _split(_gradients(ctx, cotangents, needs, torch.ops.tilewise.attention_backward))
-    return tuple(captured if name == "captured" else named.get(name) for name in _FORWARD_ARGS)
+    lists = {"captured": captured, "blocks": [None] * _list_count(ctx.block_sizes[0])}
+    return tuple(lists[name] if name in lists else named.get(name) for name in _FORWARD_ARGS)
+
+
+def _list_count(block_m: int) -> int:
+    return len(TENSORS) if block_m else 0
 
 
 def _as_list(needed: Any, count: int) -> list[bool]:
@@ -280,86 +292,85 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-class _Attention(torch.autograd.Function):
-    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula.
+# Autograd functions take tensors one by one, so the lists come last: of the tiles, then the captured ones.
+_LISTS = ("blocks", "captured")
+_FLAT_ARGS = tuple(name for name in _FORWARD_ARGS if name not in _LISTS)
+_TENSORS = OPERANDS[:-1]
 
-    Takes the arguments of the op with the captured tensors last, one by one.
-    """
+
+def _named(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The op's arguments by name, from an autograd function's; or what is laid out `like` these, such as the vmapped dimensions."""
+    single = [name for name in names if name not in _LISTS]
+    given = dict(zip(single, flat, strict=False))
+    stop = len(single) + _list_count(given["block_m"] if like is None else like[single.index("block_m")])
+    return given | {"blocks": list(flat[len(single) : stop]), "captured": list(flat[stop:])}
+
+
+def _ordered(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """The op's arguments in its own order."""
+    named = _named(names, flat, like)
+    return [named[name] for name in names]
+
+
+class _Attention(torch.autograd.Function):
+    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return torch.ops.tilewise.attention_forward(*_regroup(args))
+    def forward(*flat: Any) -> Any:
+        return torch.ops.tilewise.attention_forward(*_ordered(_FORWARD_ARGS, flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _setup_context(ctx, _regroup(inputs), output)
+        _save(ctx, _named(_FORWARD_ARGS, inputs), output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         return _flat_gradients(ctx, cotangents, _call_backward_function)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _vmap_forward(info, _regroup(in_dims), *_regroup(args))
-
-
-_FLAT_ARGS = tuple(name for name in _FORWARD_ARGS if name != "captured")
-_TENSORS = OPERANDS[:-1]
-
-
-def _regroup(flat: Any) -> tuple[Any, ...]:
-    """From the order of `_Attention` to that of the op."""
-    position, split = _FORWARD_ARGS.index("captured"), len(_FLAT_ARGS)
-    return (*flat[:position], list(flat[split:]), *flat[position:split])
+    def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        return _vmap_forward(info, _ordered(_FORWARD_ARGS, in_dims, flat), *_ordered(_FORWARD_ARGS, flat))
 
 
 def _flat_gradients(ctx: Any, cotangents: tuple[Any, ...], backward_op: Any) -> tuple[Any, ...]:
+    lists = _list_count(ctx.block_sizes[0])
     needed = dict(zip(_FLAT_ARGS, ctx.needs_input_grad, strict=False))
-    needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(_FLAT_ARGS) :])
+    needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(_FLAT_ARGS) + lists :])
     named, captured = _split(_gradients(ctx, cotangents, needs, backward_op))
-    return (*(named.get(name) for name in _FLAT_ARGS), *captured)
+    return (*(named.get(name) for name in _FLAT_ARGS), *[None] * lists, *captured)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward op under torch.func transforms: differentiating it raises instead of giving a silent zero."""
 
     @staticmethod
-    def forward(count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-        return tuple(
-            torch.ops.tilewise.attention_backward(*args[:position], list(args[position : position + count]), *args[position + count :])
-        )
+    def forward(*flat: Any) -> Any:
+        return tuple(torch.ops.tilewise.attention_backward(*_ordered(_BACKWARD_ARGS, flat)))
 
     setup_context = staticmethod(_setup_nothing)
     backward = staticmethod(_refuse_double_backward)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[position : position + count]), *flat[position + count :]]
-
-        outs, dims = _vmap_backward(info, regroup(in_dims[1:]), *regroup(args))
+    def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        outs, dims = _vmap_backward(info, _ordered(_BACKWARD_ARGS, in_dims, flat), *_ordered(_BACKWARD_ARGS, flat))
         return tuple(outs), tuple(dims)
 
 
 def _call_backward_function(*args: Any) -> Any:
-    position = _BACKWARD_ARGS.index("captured")
-    captured = args[position]
-    return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
+    given = dict(zip(_BACKWARD_ARGS, args, strict=True))
+    single = [value for name, value in given.items() if name not in _LISTS]
+    return _AttentionBackward.apply(*single, *given["blocks"], *given["captured"])
 
 
-class _Direct(_Attention):
+class _Direct(torch.autograd.Function):
     """The same without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return _run_forward(dict(zip(_FLAT_ARGS, args, strict=False)) | {"captured": list(args[len(_FLAT_ARGS) :])})
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, dict(zip(_FLAT_ARGS, inputs, strict=False)) | {"captured": inputs[len(_FLAT_ARGS) :]}, output)
+    def forward(ctx: Any, *flat: Any) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+        args = _named(_FORWARD_ARGS, flat)
+        results = _run_forward(args)
+        _save(ctx, args, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -372,7 +383,7 @@ def _unobserved(args: dict[str, Any]) -> bool:
     """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
         return False
-    tensors = [x for x in map(args.__getitem__, _TENSORS) if x is not None] + args["captured"]
+    tensors = [x for x in map(args.__getitem__, _TENSORS) if x is not None] + args["captured"] + args["blocks"]
     return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
 
 
@@ -388,7 +399,7 @@ def attention_forward(**args: Any) -> tuple[Any, ...]:
         function = _Attention if transformed else _Direct
         if not transformed and not _differentiates(args):
             return _run_forward(args)
-        return function.apply(*(args[name] for name in _FLAT_ARGS), *args["captured"])
+        return function.apply(*(args[name] for name in _FLAT_ARGS), *args["blocks"], *args["captured"])
     return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
 
 
@@ -431,6 +442,8 @@ def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
     if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
         return False
     batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
+    if any(x.shape[0] > 1 for x in args["blocks"]):
+        return False
     for name in ("bias", "mask"):
         x, dim = args[name], dims[name]
         if x is None:

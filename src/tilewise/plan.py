@@ -11,11 +11,15 @@ import importlib
 import warnings
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import UnsupportedAttention
+
+if TYPE_CHECKING:
+    from .block_mask import TileLists
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class Operands:
     seqused_k: Tensor | None = None  # int32 (B,)
     dropout_seed: Tensor | None = None  # int64, 0-d
     captured: tuple[Tensor, ...] = ()  # what the traced programs of `Rules` read
+    blocks: TileLists | None = None  # which tiles `mask` and the mask program leave, and which they leave whole; changes no result
 
 
 @dataclass(frozen=True, slots=True)
