@@ -115,9 +115,7 @@ class BlockMask:
         self.batch = _told_apart("batch", batch, own_batch, "b" in names)
         self.heads = _told_apart("heads", heads, own_heads, "h" in names)
         # Where nothing tells them apart, any number will do.
-        self.lowered: Lowered = lower(
-            rule, batch=self.batch, heads=self.heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
-        )
+        self.lowered: Lowered = lower(rule, batch=self.batch, heads=self.heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device)
         self.position_free = "p" not in names
         self.grid = Grid(seqlen_q, seqlen_k, block_m, block_n, *rule.implied_window())
         self.lists = tile_cache.find((text, self.grid, self.batch, self.heads, device), captured, lambda: self._build(device))
@@ -449,5 +447,3 @@ def _integers(name: str, **tensors: Tensor) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"BlockMask.{name}: {argument} is {got}; it must be a tensor of int32 or int64")
-
-
