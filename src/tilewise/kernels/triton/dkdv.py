@@ -10,7 +10,7 @@ import triton.language as tl
 from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DKDV
-from .launch import RUNTIME, Launch, alignment, describable, run, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, source, strides
 from .packed import key_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -228,12 +228,14 @@ def attention_dkdv(
 def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: Gradients, bias_cols: Tensor | None) -> None:
     """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
     config = call.config(DKDV)
+    if call.repeat(attention_dkdv, (dout, grads.dk, grads.dv, rows.lse, rows.rest, rows.delta, bias_cols), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     written = [x for x in (grads.dk, grads.dv) if x is not None]
     align = alignment(t.q, t.k, t.v, dout, *written)
     tiles = key_tiles(call, config.block_n)
-    run(
+    call.run(
         attention_dkdv,
         tiles.count * call.heads_k,
         source(t.q, config.block_m, call.block_d, tma),

@@ -11,7 +11,7 @@ import triton.language as tl
 from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DQ
-from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, run, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, source, strides
 from .packed import query_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -177,11 +177,13 @@ def launch_dq(
     to the gradients of captured tensors, float32 and contiguous."""
     wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     config = call.config(DQ)
+    if call.repeat(attention_dq, (dout, dq, rows.lse, rows.rest, rows.delta, bias_rows, slope_rows, dbias), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
     tiles = query_tiles(call, config.block_m)
-    run(
+    call.run(
         attention_dq,
         tiles.count * call.heads,
         source(t.q, config.block_m, call.block_d, tma),
