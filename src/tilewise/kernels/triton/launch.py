@@ -130,6 +130,8 @@ class Launch:
             "NATURAL": self.natural,
             "SANITIZE": self.sanitize,
             "DENSE": self.dense,
+            "BIAS_ALIGN": matrix_alignment(self.t.bias),
+            "MASK_ALIGN": matrix_alignment(self.t.mask),
             "SCORE_MOD": self.score_mod,
             "MASK_MOD": self.mask_mod,
             "PRECISION": self.precision,
@@ -180,7 +182,7 @@ class Launch:
             arguments["captured_sizes"] = tuple(encoded(x) for x in t.captured)
         for name, matrix in (("bias", t.bias), ("mask", t.mask)):
             arguments[f"{name}_ptr"] = as_bytes(matrix)
-            for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):
+            for dim, stride in zip("bhmn", matrix_strides(matrix, matrix_alignment(matrix)), strict=True):
                 arguments[f"stride_{name}_{dim}"] = stride
         return arguments
 
@@ -201,10 +203,18 @@ def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     return (0,) * 4 if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
-    """Strides of a bias or mask, the last None where neighbours are adjacent: known to the compiler, it makes reads wide."""
+def matrix_strides(x: Tensor | None, align: int = 1) -> tuple[int | None, ...]:
+    """Strides of a bias or mask, the outer ones in units of ``align`` elements and the last None where neighbours are adjacent: known to the
+    compiler, it makes reads wide."""
     b, h, m, n = broadcast_strides(x)
-    return b, h, m, None if n == 1 else n
+    return b // align, h // align, m // align, None if n == 1 else n
+
+
+def matrix_alignment(x: Tensor | None) -> int:
+    """How many elements of a bias or mask make the 16 bytes on which all its rows start, or 1."""
+    step = 1 if x is None else 16 // x.element_size()
+    outer = broadcast_strides(x)[:3]
+    return step if x is not None and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in outer) else 1
 
 
 def alignment(*tensors: Tensor) -> int:
