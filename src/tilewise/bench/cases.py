@@ -31,7 +31,8 @@ class Case:
 
     `kind` is "speed" (device time, on the CPU wall time), "host" (time until a call returns), "memory" (peak of one call) or
     "first_call" (in a fresh process, without and with the kernel caches of an earlier one). `window` is (left, right) as in
-    `tilewise.attention`. `padded` gives the batch items lengths from 1/batch of seqlen_k up to all of it.
+    `tilewise.attention`. `padded` gives the batch items lengths from 1/batch of seqlen_k up to all of it. `cached`: the keys are a cache
+    that new queries read, in pages of `page_size` if that is not 0; `latent`: the values are the first dims of the keys.
     """
 
     group: str
@@ -56,6 +57,9 @@ class Case:
     bars: tuple[Bar, ...] = field(default=())
     peak_limit: int = 0  # bytes, 0: none
     providers: tuple[str, ...] = ()  # whom it is about; empty: everybody
+    cached: bool = False
+    page_size: int = 0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -115,8 +119,9 @@ class Case:
         return round(share * sum(flops(item, pass_) for item in self._items()))
 
     def bytes(self, pass_: str) -> int:
-        """The least traffic, within the lengths."""
-        return sum(least_bytes(item, pass_) for item in self._items())
+        """The least traffic, within the lengths; of a cache nearly all is its keys and values."""
+        values = sum(self.key_lengths()) * self.kv_heads * self.head_dim_v * self.torch_dtype.itemsize
+        return sum(least_bytes(item, pass_) for item in self._items()) - (values if self.latent else 0)
 
 
 def _mask_name(causal: bool) -> str:
@@ -182,6 +187,25 @@ def _cpu(n: int) -> list[Case]:
     return cases
 
 
+def _caches() -> list[Case]:
+    """New queries over a cache: one, a few speculative ones, pages of 16 keys, latent vectors, and the time until a tiny call returns."""
+    model: dict[str, Any] = dict(heads=64, kv_heads=8, head_dim=128, passes=("fwd",), cached=True)
+    latent: dict[str, Any] = dict(heads=128, kv_heads=1, head_dim=576, head_dim_v=512, passes=("fwd",), cached=True, latent=True)
+    best = (Bar("fwd", "sdpa_cudnn", 1.0), Bar("fwd", "fa3", 1.0))
+    sizes = {"16x8k": (16, 8192), "4x64k": (4, 65536), "1x128k": (1, 131072)}
+    return [
+        *(Case("decode", name, seqlen_q=1, batch=b, seqlen_k=n, bars=best, **model) for name, (b, n) in sizes.items()),
+        *(Case("paged", name, seqlen_q=1, batch=b, seqlen_k=n, page_size=16, **model) for name, (b, n) in sizes.items()),
+        *(
+            Case("speculative", f"{b}x32k-{queries}", seqlen_q=queries, batch=b, seqlen_k=32768, causal=queries > 1, **model)
+            for b in (1, 4)
+            for queries in (1, 4, 16, 64)
+        ),
+        *(Case("mla_decode", f"{b}x{n // 1024}k", seqlen_q=1, batch=b, seqlen_k=n, **latent) for b, n in ((16, 8192), (2, 65536))),
+        Case("decode_host", "tiny", seqlen_q=1, seqlen_k=128, heads=8, head_dim=64, kind="host", passes=("fwd",), cached=True),
+    ]
+
+
 def _all_cases() -> list[Case]:
     grid = _paper("paper", (16384, 4096, 1024))
     features = [
@@ -228,7 +252,7 @@ def _all_cases() -> list[Case]:
         Case("cpu_memory", "causal-32768", 32768, causal=True, kind="memory", peak_limit=1_500_000_000, **one_pass),
     ]
     lengths = _paper("lengths", (8192, 2048, 512))
-    return [*grid, *features, *_models(), *lengths, Case("first_call", "d128-causal-4096", 4096, 16, 128, **first), *cpu]
+    return [*grid, *features, *_models(), *lengths, *_caches(), Case("first_call", "d128-causal-4096", 4096, 16, 128, **first), *cpu]
 
 
 CASES: tuple[Case, ...] = tuple(_all_cases())
