@@ -438,7 +438,7 @@ def test_the_operators_are_well_behaved(report):
     torch.library.opcheck(torch.ops.tilewise.cache_append.default, append)
     seen = (None,) * 12
     read = (given["q"].transpose(1, 2).contiguous().transpose(1, 2), given["k_cache"], given["v_cache"], *seen, [])
-    rules = (0.25, 0.0, -1, 0, 0, 0, True, 0, False, "", None)
+    rules = (0.25, 0.0, -1, 0, 0, True, 0, False, "", None)
     torch.library.opcheck(torch.ops.tilewise.attention_cached.default, read + rules)
 
 
