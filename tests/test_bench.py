@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.bench import cases, child, peers, report, run, source_hash, timing, tune
+from tilewise.bench import cases, check, child, masked, peers, report, run, source_hash, timing, tune
 from tilewise.bench.cases import Bar, Case
 from tilewise.bench.check import Oracle, relative_error
 from tilewise.bench.peers import Inputs, Prepared, Provider
@@ -524,3 +524,23 @@ def test_the_rewritten_table_differs_in_the_tuned_entry_alone():
     expected = {key: {dim: astuple(c) for dim, c in row.items()} for key, row in configs.TABLE.items()}
     expected[entry[0]][entry[1]] = astuple(new)
     assert as_values == expected
+
+
+@pytest.mark.parametrize("name", ["blocks-26", "documents-4"])
+def test_the_mask_of_a_case_is_one_thing_to_everybody(name: str) -> None:
+    """As a function, as a rule, as a density, to the unfused computation and to the check."""
+    mask = masked.case_mask(name, 300, "cpu")
+    index = torch.arange(300)
+    seen = mask.function(0, 0, index[:, None], index)
+    assert torch.equal(seen, mask.rule.dense(1, 1, 300, 300)[0, 0])
+    if name.startswith("documents"):  # blocks count as whole ones, which they are at every length that is measured
+        assert masked.density(name, 300) == pytest.approx(seen.double().mean().item())
+    case = Case("masked", name, 300, 2, 16, mask=name, device="cpu", dtype="fp32")
+    inputs = peers.Inputs.make(case)
+    expected = check.slice_of(case, inputs, 0, 1, torch.float64, gradients=False)["out"][0]
+    for provider in ("tilewise", "eager"):
+        out = peers.BUILT_IN[provider].prepare(case, inputs).call(inputs.q, inputs.k, inputs.v)
+        torch.testing.assert_close(out[0, :, 1].double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(peers.Unsupported, match="no mask"):
+        peers.BUILT_IN["sdpa_flash"].prepare(case, inputs)
+    assert case.flops("fwd") == round(masked.density(name, 300) * 4 * 300 * 300 * 2 * 16)

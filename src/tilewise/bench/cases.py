@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..cost import Problem, flops, least_bytes
+from .masked import density
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINING = ("fwd", "bwd", "fwd+bwd")
@@ -48,6 +49,7 @@ class Case:
     softcap: float = 0.0
     bias: tuple[int, int, int, int] | None = None
     padded: bool = False
+    mask: str = ""  # a mask of `masked.case_mask`; "": none
     dtype: str = "bf16"
     passes: tuple[str, ...] = TRAINING
     kind: str = "speed"
@@ -74,6 +76,13 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def density(self) -> float | None:
+        """The share of tiles in a block-sparse case, 1 in the dense one beside them; None in all others."""
+        if self.group != "blocks":
+            return None
+        return round(density(self.mask, self.seqlen_q), 4) if self.mask else 1.0
 
     def key_lengths(self) -> list[int]:
         """How many keys each batch item has."""
@@ -106,7 +115,8 @@ class Case:
 
     def flops(self, pass_: str) -> int:
         """Useful operations: visible pairs within the lengths."""
-        return sum(flops(item, pass_) for item in self._items())
+        share = density(self.mask, self.seqlen_q) if self.mask else 1.0
+        return round(share * sum(flops(item, pass_) for item in self._items()))
 
     def bytes(self, pass_: str) -> int:
         """The least traffic, within the lengths; of a cache nearly all is its keys and values."""
@@ -124,6 +134,8 @@ _BARS = {
     (128, True): (Bar("fwd", "sdpa_flash", 1.38), Bar("bwd", "sdpa_flash", 1.10)),
     (64, False): (Bar("fwd", "sdpa_flash", 1.35), Bar("bwd", "sdpa_flash", 1.08)),
 }
+# What is sparse or biased, against FlexAttention: the floor that the portable kernels promise.
+_OVER_FLEX = (Bar("fwd", "flex", 1.1), Bar("bwd", "flex", 1.1))
 
 
 def _paper(group: str, lengths: Iterable[int]) -> list[Case]:
@@ -198,7 +210,16 @@ def _all_cases() -> list[Case]:
     grid = _paper("paper", (16384, 4096, 1024))
     features = [
         Case("gqa", "32-over-4-d128-8192", seqlen_q=8192, batch=2, heads=32, kv_heads=4, head_dim=128, causal=True),
-        Case("window", "d128-1024-of-16384", seqlen_q=16384, heads=16, head_dim=128, causal=True, window=(1023, -1)),
+        Case("window", "d128-1024-of-16384", seqlen_q=16384, heads=16, head_dim=128, causal=True, window=(1023, -1), bars=_OVER_FLEX),
+        *(
+            Case("blocks", f"d128-{percent}-16384", seqlen_q=16384, heads=16, head_dim=128, mask=f"blocks-{percent}", bars=_OVER_FLEX)
+            for percent in (6, 11, 26, 50)
+        ),
+        Case("blocks", "d128-dense-16384", seqlen_q=16384, heads=16, head_dim=128),
+        *(
+            Case("documents", f"d128-{count}-16384", seqlen_q=16384, heads=16, head_dim=128, mask=f"documents-{count}", bars=_OVER_FLEX)
+            for count in (4, 16, 64)
+        ),
         *(
             Case("mla", f"192-128-{n}", seqlen_q=n, batch=16384 // n, heads=16, head_dim=192, head_dim_v=128, causal=True)
             for n in (4096, 16384)
@@ -207,7 +228,7 @@ def _all_cases() -> list[Case]:
             Case("short", f"d64-{_mask_name(causal)}-512", seqlen_q=512, batch=32, heads=32, head_dim=64, causal=causal)
             for causal in (False, True)
         ),
-        Case("bias", "d64-2048", seqlen_q=2048, batch=4, heads=16, head_dim=64, bias=(1, 16, 2048, 2048)),
+        Case("bias", "d64-2048", seqlen_q=2048, batch=4, heads=16, head_dim=64, bias=(1, 16, 2048, 2048), bars=_OVER_FLEX),
         *(
             Case("fp32", f"d64-{_mask_name(causal)}-4096", seqlen_q=4096, batch=2, heads=32, head_dim=64, causal=causal, dtype="fp32")
             for causal in (False, True)

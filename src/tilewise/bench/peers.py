@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cases import Case
+from .masked import case_mask
 
 Call = Callable[..., Tensor]  # (q, k, v, bias or None) -> out
 
@@ -112,6 +113,9 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
         options: dict[str, Any] = dict(causal=case.causal, window_size=case.window, softcap=case.softcap, backend=backend or "auto")
         if inputs.seqused_k is not None:
             options["seqused_k"] = inputs.seqused_k
+        if case.mask:
+            rule = case_mask(case.mask, case.seqlen_q, case.device).rule
+            options["mask"] = tilewise.BlockMask(rule, case.seqlen_q, case.seqlen_k, device=case.device)
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
             return tilewise.attention(q, k, v, bias=bias, **options)
@@ -123,6 +127,8 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
             forward = serving("fwd")
         except tilewise.UnsupportedAttention as error:
             raise Unsupported(str(error)) from error
+        if case.device == "cuda" and forward == "tiled" and backend != "tiled":
+            raise Unsupported("no kernel of ours serves it on this device")
         backward = None
         with contextlib.suppress(tilewise.UnsupportedAttention):  # a backend that serves the forward pass alone can still be timed
             backward = serving("bwd")
@@ -174,6 +180,9 @@ def _hidden(case: Case, inputs: Inputs) -> Tensor | None:
     if inputs.seqused_k is not None:
         beyond = key >= inputs.seqused_k[:, None, None, None]
         hidden = beyond if hidden is None else hidden | beyond
+    if case.mask:
+        unseen = ~case_mask(case.mask, case.seqlen_q, case.device).function(0, 0, torch.arange(case.seqlen_q, device=device)[:, None], key)
+        hidden = unseen if hidden is None else hidden | unseen
     return hidden
 
 
@@ -205,7 +214,8 @@ def _eager(case: Case, inputs: Inputs) -> Prepared:
 def _sdpa(backend: SDPBackend) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         uneven = case.causal and case.seqlen_q != case.seqlen_k
-        _refuse(case, window=case.window != (-1, -1), softcap=case.softcap > 0, bottom_right_causal=uneven, pages=case.page_size > 0)
+        other = dict(pages=case.page_size > 0, mask=bool(case.mask))
+        _refuse(case, window=case.window != (-1, -1), softcap=case.softcap > 0, bottom_right_causal=uneven, **other)
         hidden = _hidden(case, inputs) if case.padded else None
         options: dict[str, Any] = dict(is_causal=case.causal and hidden is None, enable_gqa=case.heads != case.kv_heads)
 
@@ -232,8 +242,10 @@ def _flex(case: Case, inputs: Inputs) -> Prepared:
     shift, lengths = case.seqlen_k - case.seqlen_q, inputs.seqused_k
     left, right = case.window[0], 0 if case.causal else case.window[1]
 
+    given = case_mask(case.mask, case.seqlen_q, case.device).function if case.mask else None
+
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        visible = j >= 0
+        visible = j >= 0 if given is None else given(b, h, i, j)
         if left >= 0:
             visible = visible & (j >= i + shift - left)
         if right >= 0:
@@ -243,7 +255,7 @@ def _flex(case: Case, inputs: Inputs) -> Prepared:
         return visible
 
     block_mask = None
-    if left >= 0 or right >= 0 or lengths is not None:
+    if left >= 0 or right >= 0 or lengths is not None or given is not None:
         batch = case.batch if lengths is not None else None
         block_mask = create_block_mask(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=case.device)
 
@@ -279,7 +291,8 @@ def _flash(
     a cache of those that have one."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
-        _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", softcap=case.softcap > 0 and not softcap)
+        capped = case.softcap > 0 and not softcap
+        _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", softcap=capped, mask=bool(case.mask))
         options: dict[str, Any] = dict(causal=case.causal)
         left, right = case.window
         if (left, right) != (-1, -1):
@@ -311,7 +324,8 @@ def _flash(
 def _xformers(function: Callable[..., Tensor], causal_mask: type) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         other = case.window != (-1, -1) or case.padded or case.softcap > 0
-        _refuse(case, gqa=case.heads != case.kv_heads, window_padding_or_softcap=other, bias=case.bias is not None, cache=case.cached)
+        kinds = dict(mask=bool(case.mask), cache=case.cached)
+        _refuse(case, gqa=case.heads != case.kv_heads, window_padding_or_softcap=other, bias=case.bias is not None, **kinds)
         mask = causal_mask() if case.causal else None
         return Prepared(lambda q, k, v, bias=None: function(q, k, v, attn_bias=mask))
 
@@ -321,7 +335,8 @@ def _xformers(function: Callable[..., Tensor], causal_mask: type) -> Callable[[C
 def _flashinfer(module: Any) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         bounded = case.window[1] >= 0 and not case.causal
-        _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", right_window=bounded, cache=case.cached)
+        kinds = dict(fp32=case.dtype == "fp32", mask=bool(case.mask), cache=case.cached)
+        _refuse(case, bias=case.bias is not None, padding=case.padded, right_window=bounded, **kinds)
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device=case.device)
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         starts = [torch.arange(case.batch + 1, dtype=torch.int32, device=case.device) * length for length in (case.seqlen_q, case.seqlen_k)]
