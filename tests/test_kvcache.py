@@ -14,7 +14,7 @@ import tilewise
 from tilewise import UnsupportedAttention, attention, attention_with_kvcache, masks
 from tilewise.kernels import tiled_cache
 from tilewise.kvcache import reference
-from tilewise.kvcache.packed import attention_over_pages
+from tilewise.kvcache.packed import attention_over_pages, varlen_over_pages
 
 from . import cache_cases
 from .reports import ALL_DTYPES, I32, VIEWS, as_view, report
@@ -153,6 +153,23 @@ def test_packed_queries_are_checked():
             attention_over_pages(*arguments, check_values=True)
     with pytest.raises(UnsupportedAttention, match="a mask is a rule"):
         attention_over_pages(q, *pages, offsets, table, mask=torch.ones(1, dtype=torch.bool))
+
+
+def test_the_varlen_call_over_pages():
+    pages, table, offsets, q = torch.randn(2, 20, 4, 2, 16), torch.arange(6, dtype=I32).view(2, 3), lengths(0, 3, 5), torch.randn(5, 4, 16)
+    plain = {"bias": None, "score_mod": None, "dropout_p": 0.0, "seqused_q": None, "q_descale": None, "backend": "auto", "causal": True}
+    given = plain | {"seqused_k": lengths(4, 12), "mask": masks.Chunked(3)}
+    want = attention_over_pages(q, *pages, offsets, table, lengths(4, 12), causal=True, mask=masks.Chunked(3))
+    assert torch.equal(varlen_over_pages(q, *pages, offsets, None, table, **given), want)
+    for changes, error, words in (
+        ({"bias": torch.zeros(1)}, UnsupportedAttention, "takes no bias"),
+        ({"dropout_p": 0.5}, UnsupportedAttention, "takes no dropout_p"),
+        ({"mask": masks.Custom(lambda b, h, i, j: i >= j)}, UnsupportedAttention, "numbers the queries"),
+    ):
+        with pytest.raises(error, match=words):
+            varlen_over_pages(q, *pages, offsets, None, table, **(given | changes))
+    with pytest.raises(ValueError, match="cu_seqlens_k was given"):
+        varlen_over_pages(q, *pages, offsets, offsets, table, **given)
 
 
 # ------------------------------------------------------------------------------------------------------- values on the device

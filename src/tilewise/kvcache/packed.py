@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from ..api import Aux, _aux_names, _finite, _tighter
 from ..checks import check_window, typed
 from ..errors import UnsupportedAttention
+from ..mask_base import traced
+from ..masks import Mask
 from . import checks, ops
 from .api import _cast_new, _lower, _per_head
 
@@ -124,3 +127,28 @@ def check_offsets(cu_seqlens_q: Tensor, q: Tensor) -> int:
     if cu_seqlens_q.device != q.device:
         raise ValueError(f"cu_seqlens_q is on {cu_seqlens_q.device} but q is on {q.device}; move it with .to(q.device)")
     return cu_seqlens_q.shape[0] - 1
+
+
+def varlen_over_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, page_table: Tensor, **arguments: Any
+) -> Any:
+    """`attention_varlen` with a page table, by its own arguments: served where it means what `attention_over_pages` means, else refused."""
+    served = ("seqused_k", "causal", "window_size", "mask", "softmax_scale", "softcap", "alibi_slopes", "learnable_sink", "k_descale",
+              "v_descale", "out_dtype", "check_values", "return_aux")  # fmt: skip
+    given = {name: value for name, value in arguments.items() if name in served}
+    off = {"bias": None, "score_mod": None, "dropout_p": 0.0, "seqused_q": None, "q_descale": None, "backend": "auto"}
+    for name, nothing in off.items():
+        if (value := arguments.get(name, nothing)) is not nothing and value != nothing:
+            raise UnsupportedAttention(f"{name} was given with a page_table; over pages attention is for inference and takes no {name}")
+    if cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k was given with a page_table, which says where keys are; pass None, and the lengths as seqused_k")
+    mask = given.get("mask")
+    if isinstance(mask, Mask) and page_table.ndim == 2:
+        capacity = k.shape[1] * page_table.shape[1]
+        text, _ = traced(mask, capacity, capacity, q.device)
+        if re.search(r"\bq_idx\b", text):
+            raise UnsupportedAttention(
+                f"mask {mask!r} numbers the queries of a sequence; over pages a rule may speak of positions and keys. With a cache, "
+                "attention_with_kvcache gives a rule the position as its query index"
+            )
+    return attention_over_pages(q, k, v, cu_seqlens_q, page_table, **given)
