@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import triton
-
 from ..kernel_cache import prepare
-from .configs import ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
+from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
+from .recipes import Launcher, run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...plan import Operands, Rules
     from .emission import Facts
+
+__all__ = ["RUNTIME", "Launch", "run"]
 
 prepare()
 
@@ -26,7 +28,9 @@ RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbi
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
 RUNTIME += ["slots", "sequences", "most_q", "most_k", "size", "total", "shared"]
-RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
+RUNTIME += ["captured_sizes", "list_sizes"]  # whose elements see to that themselves: `emission.encoded`
+
+NO_LISTS: dict[str, Any] = {"lists_ptr": None, "list_sizes": None, "LIST_M": 0, "LIST_N": 0}
 
 LOG2E = 1.4426950408889634
 WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
@@ -42,10 +46,14 @@ def power_of_two_at_least(x: float) -> float:
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else min(exponent, 127))
 
 
-class Launch:
+class Launch(Launcher):
     """The choices of one call that its kernels share, and their arguments."""
 
     def __init__(self, t: Operands, r: Rules) -> None:
+        # Packed sequences, lists and programs come with arguments that are made anew for every call.
+        same = t.cu_seqlens_q is None and t.blocks is None and not t.captured
+        optional = (t.bias, t.mask, t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k, t.dropout_seed)
+        super().__init__((t.q, t.k, t.v, *optional), (r,) if same and t.q.is_cuda else None)
         self.t, self.r = t, r
         self.batch, self.heads, self.size_q, self.d = t.q.shape
         self.sequences = None if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
@@ -57,7 +65,7 @@ class Launch:
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
         # Whether any tile may hold hidden pairs, not only those at the ends of what a window and the lengths show.
-        self.dense = t.bias is not None or t.mask is not None or bool(r.mask_mod)
+        self.dense = t.bias is not None or (t.blocks is None and (t.mask is not None or bool(r.mask_mod)))
         self.score_mod, self.mask_mod = "", ""
         self._facts: tuple[Facts, ...] = ()
         self._indices: tuple[tuple[str, tuple[int, int]], ...] = ()
@@ -70,7 +78,7 @@ class Launch:
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
         # Beyond a packed sequence lies another one.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
-        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q)
+        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q, t.blocks)
         self.sanitize = unseen or any(x is not None for x in hiding) or r.window_left >= 0
         self.sanitize |= bool(r.score_mod or r.mask_mod)
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
@@ -100,7 +108,32 @@ class Launch:
         from ...plan import target_of
 
         target = target_of(self.t.q.device)
-        return choose(architecture(target), shared_limit(target), self.bits, purpose, features(self.t, self.r), self.block_d, self.block_dv)
+        used = features(self.t, self.r)
+        config = choose(architecture(target), shared_limit(target), self.bits, purpose, used, self.block_d, self.block_dv)
+        blocks = self.t.blocks
+        if blocks is None or purpose == DBIAS:
+            return config
+        return replace(config, block_m=min(config.block_m, blocks.block_m), block_n=min(config.block_n, blocks.block_n))
+
+    def key_lists(self, config: Config) -> dict[str, Any]:
+        """The lists of key blocks that each block of queries visits."""
+        x = self.t.blocks
+        if x is None:
+            return NO_LISTS
+        from .block_lists import list_arguments
+
+        tensors, tiles = (x.kv_num, x.kv_idx, x.kv_full_num, x.kv_full_idx), -(-self.size_q // config.block_m)
+        return {**list_arguments(tensors, tiles, x.block_m // config.block_m), "LIST_M": x.block_m, "LIST_N": x.block_n}
+
+    def query_lists(self, config: Config) -> dict[str, Any]:
+        """The lists of query blocks that each block of keys is visited by."""
+        x = self.t.blocks
+        if x is None:
+            return NO_LISTS
+        from .block_lists import list_arguments
+
+        tensors, tiles = (x.q_num, x.q_idx, x.q_full_num, x.q_full_idx), -(-self.size_k // config.block_n)
+        return {**list_arguments(tensors, tiles, x.block_n // config.block_n), "LIST_M": x.block_m, "LIST_N": x.block_n}
 
     def constants(self, config: Config, align: int, tma: bool) -> dict[str, Any]:
         """The compile-time arguments that every kernel over tiles has."""
@@ -116,6 +149,8 @@ class Launch:
             "NATURAL": self.natural,
             "SANITIZE": self.sanitize,
             "DENSE": self.dense,
+            "BIAS_ALIGN": matrix_alignment(self.t.bias),
+            "MASK_ALIGN": matrix_alignment(self.t.mask),
             "SCORE_MOD": self.score_mod,
             "MASK_MOD": self.mask_mod,
             "PRECISION": self.precision,
@@ -168,59 +203,9 @@ class Launch:
             arguments["captured_sizes"] = tuple(encoded(x) for x in t.captured)
         for name, matrix in (("bias", t.bias), ("mask", t.mask)):
             arguments[f"{name}_ptr"] = as_bytes(matrix)
-            for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):
+            for dim, stride in zip("bhmn", matrix_strides(matrix, matrix_alignment(matrix)), strict=True):
                 arguments[f"stride_{name}_{dim}"] = stride
         return arguments
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def run(kernel: Any, programs: int, *given: Any, **named: Any) -> None:
-    """``kernel[(programs,)](*given, **named)``, with a short way to the compiled kernel when the same types come again.
-
-    Triton binds and hashes all sixty arguments on every launch, which takes longer than a small kernel runs. What a compiled kernel of
-    ours depends on is less: types, 16-byte alignment of pointers, and compile-time values, as no integer is specialised on.
-    """
-    import torch
-
-    if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:  # on AMD the extent of a tensor counts too
-        kernel[(programs,)](*given, **named)
-        return
-    names, exact = parameters(kernel)
-    values = [*given, *[named[name] for name in names[len(given) :]]]
-    options = [named[name] for name in named if name not in exact]
-    key = (kernel.__name__, torch.cuda.current_device(), *[kind(x, exact[n]) for x, n in zip(values, names, strict=True)], *options)
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[(programs,)](*given, **named)
-    else:
-        found[(programs, 1, 1)](*values)
-
-
-_parameters: dict[str, tuple[list[str], dict[str, bool]]] = {}
-
-
-def parameters(kernel: Any) -> tuple[list[str], dict[str, bool]]:
-    """The names of a kernel's arguments, and of each whether what is compiled depends on its value."""
-    found = _parameters.get(kernel.__name__)
-    if found is None:
-        exact = {x.name: x.is_constexpr or not x.do_not_specialize for x in kernel.params}
-        found = _parameters[kernel.__name__] = (kernel.arg_names, exact)
-    return found
-
-
-def kind(x: Any, exact: bool) -> Any:
-    """What a compiled kernel knows of an argument."""
-    if x is None or type(x) is float:
-        return x is None
-    if type(x) is int:
-        return x if exact else "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
-    if hasattr(x, "data_ptr"):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if hasattr(x, "block_shape"):  # a descriptor
-        return x.base.dtype, *x.block_shape
-    return x
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -259,10 +244,18 @@ def rows_describable(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return rows_aligned(shape, stride, 8) and 0 not in shape and all(n == 1 or s > 0 for n, s in zip(shape[:3], stride[:3], strict=True))
 
 
-def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
-    """Strides of a bias or mask, the last None where neighbours are adjacent: known to the compiler, it makes reads wide."""
+def matrix_strides(x: Tensor | None, align: int = 1) -> tuple[int | None, ...]:
+    """Strides of a bias or mask, the outer ones in units of ``align`` elements and the last None where neighbours are adjacent: known to the
+    compiler, it makes reads wide."""
     b, h, m, n = broadcast_strides(x)
-    return b, h, m, None if n == 1 else n
+    return b // align, h // align, m // align, None if n == 1 else n
+
+
+def matrix_alignment(x: Tensor | None) -> int:
+    """How many elements of a bias or mask make the 16 bytes on which all its rows start, or 1."""
+    step = 1 if x is None else 16 // x.element_size()
+    outer = broadcast_strides(x)[:3]
+    return step if x is not None and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in outer) else 1
 
 
 def alignment(*tensors: Tensor) -> int:
