@@ -49,6 +49,7 @@ FEATURES = (
     "gqa",
     "program",
     "packed",
+    "lists",
     "everything",
 )
 
@@ -150,7 +151,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "TMA": tma,
         "TMA_DO": tma,
         "NATURAL": natural,
-        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed"),
+        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists"),
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
         "BLOCK": 128,
@@ -162,6 +163,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "SCORE_MOD": SCORE_MOD if case.has("program") else "",
         "MASK_MOD": MASK_MOD if case.has("program") else "",
         "SCORE_GRAD": SCORE_GRAD if case.has("program") else "",
+        "LIST_M": 128 if case.has("lists") else 0,
+        "LIST_N": 128 if case.has("lists") else 0,
     }
     if case.kernel != "attention_dq":
         constants["SCORE_GRAD"] = "\n".join(line for line in constants["SCORE_GRAD"].split("\n") if not line.startswith("scatter"))
@@ -191,6 +194,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "slope_rows_ptr": "*fp32" if case.has("alibi") else None,
         "captured_ptr": CAPTURED if case.has("program") else None,
         "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
+        "lists_ptr": ("*i32", "*i32", "*i32", "*i32", "*i64") if case.has("lists") else None,
+        "list_sizes": ("i64",) * 6 if case.has("lists") else None,
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}

@@ -8,8 +8,10 @@ from .explaining import explain
 from .kvcache import attention_with_kvcache
 from .merging import merge
 from .varlen import attention_varlen
+from .versions import check as _check_versions
 
 __version__ = "0.1.0"
+_check_versions()
 __all__ = [
     "Aux",
     "BlockMask",

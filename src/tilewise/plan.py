@@ -199,8 +199,8 @@ def select(
     """
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
-    if backend == "hopper" and request.backward:
-        backend = "auto"  # the Hopper kernels compute the forward pass; gradients come from the fastest that has them
+    if backend == "hopper" and request.backward and why_not(backend, t, r, request, target) is not None:
+        backend = "auto"  # the Hopper kernels differentiate less than they compute; the other gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:

@@ -43,7 +43,7 @@ class Keys(NamedTuple):
         return self.runs[-1].stop
 
     @property
-    def count(self) -> int:
+    def width(self) -> int:
         return sum(run.stop - run.start for run in self.runs)
 
     def take(self, x: Tensor, dim: int) -> Tensor:

@@ -58,7 +58,7 @@ def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
     if len(j.runs) == 1:
         tile = own[:, :, j.runs[0]].to(c.dtype)
     else:
-        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.count, own.shape[3])
+        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.width, own.shape[3])
         for run, span in j.spans():
             tile[:, :, span] = own[:, :, run]
     if c.own_keys:

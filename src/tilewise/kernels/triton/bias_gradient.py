@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import DBIAS
-from .launch import RUNTIME, Launch, alignment, matrix_strides, run, strides
+from .launch import RUNTIME, Launch, alignment, matrix_strides, strides
 from .row_terms import RowTerms
 from .tiles import ROW_BLOCK, head_of, key_tile_range, load_rows, load_tile, matrix_pointers, packed_tile, tile_gradient, used_length
 
@@ -94,10 +94,12 @@ def bias_gradient(
 def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, dbias: Tensor, sequences: Tensor | None) -> None:
     """Fill ``dbias``, (B or 1, Hq or 1, Sq, Sk); `sequences` are those of `sequence_records`."""
     config = call.config(DBIAS)
+    if call.repeat(bias_gradient, (dout, rows.lse, rows.rest, rows.delta, dbias), config):
+        return
     align = alignment(t.q, t.k, t.v, dout)
     batch, heads, size_q, size_k = dbias.shape
     tiles = triton.cdiv(size_q, config.block_m) * triton.cdiv(size_k, config.block_n)
-    run(
+    call.run(
         bias_gradient,
         tiles * batch * heads,
         t.q,

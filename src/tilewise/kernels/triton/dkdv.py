@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DKDV
-from .launch import RUNTIME, Launch, alignment, describable, run, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, source, strides
 from .packed import key_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 @triton.jit
 def walk_queries(
     dk, dv, bias_cols, k, v, q, do, row_lse_ptr, rest_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, bias, mask, base2, drop, keep_scale,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -49,15 +50,16 @@ def walk_queries(
     """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
     # A masked stretch has few tiles: without a pipeline it leaves registers to the stretch that matters.
-    EDGE: tl.constexpr = MASKED and not DENSE
+    EDGE: tl.constexpr = MASKED and not DENSE and LIST_M == 0
     PACKED: tl.constexpr = q[3][2] is not None
     len_q = span[0]
-    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
+    for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
+        m0 = at if LIST_M == 0 else listed_start(listed, at, LIST_M, MASKED)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
         lse = load_rows(row_lse_ptr + offs_m, offs_m, len_q, float("inf"), PACKED)
         bias_tile = load_matrix(bias, offs_m, offs_n, span, True)
-        mask_tile = load_matrix(mask, offs_m, offs_n, span, True)
+        mask_tile = load_matrix(mask if MASKED else None, offs_m, offs_n, span, True)
         qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
         s, capped, raw = scores(
             qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, SANITIZE, True, MASKED
@@ -98,8 +100,8 @@ def one_head_dkdv(
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, h, n0, heads, row_blocks, size_k, span, scale, softcap, base2,
-    dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes, size_q,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes, lists_ptr, list_sizes, size_q,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -132,14 +134,16 @@ def one_head_dkdv(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     cols = tl.zeros([BLOCK_N], tl.float32)
     TAIL: tl.constexpr = SANITIZE or window_left is not None
-    lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, DENSE, TAIL)
-    starts = (full_lo, lo, full_hi)
-    stops = (full_hi, full_lo, hi)
+    lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, DENSE and LIST_M == 0, TAIL)
+    starts, stops, listed = (full_lo, lo, full_hi), (full_hi, full_lo, hi), None
+    if LIST_M > 0:
+        listed = lists_of(lists_ptr, list_sizes, b, h, n0 // LIST_N, full_lo, full_hi, LIST_M, DENSE)
+        starts, stops = (0, 0, 0), (listed_end(listed, n0 < len_k, LIST_M, False), 0, listed_end(listed, n0 < len_k, LIST_M, True))
     for part in tl.static_range(3):
-        if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None))):
+        if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None and LIST_M == 0))):
             dk, dv, cols = walk_queries(
                 dk, dv, cols, k, v, q, do, lse, rest, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop,
-                keep_scale, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
+                keep_scale, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
                 bias_cols_ptr is not None, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION, part != 0)  # fmt: skip
     if bias_cols_ptr is not None:
         tl.store(bias_cols_ptr + col + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < rows_k)
@@ -159,8 +163,8 @@ def attention_dkdv(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -170,7 +174,10 @@ def attention_dkdv(
         num_n = tl.cdiv(size_k, BLOCK_N)
         tile, bh = tl.program_id(0) % num_n, tl.program_id(0) // num_n
         heads_k = heads // group
-        b, head_k, n0 = bh // heads_k, bh % heads_k, tile * BLOCK_N
+        b, head_k = bh // heads_k, bh % heads_k
+        if LIST_N > 0:
+            tile = ordered_tile(tile, lists_ptr, list_sizes, b, head_k * group)
+        n0 = tile * BLOCK_N
         len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
         item, first_q, first_k, rows_k = b, None, None, size_k
     else:
@@ -197,7 +204,7 @@ def attention_dkdv(
                 mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
                 slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k * group + g, n0, heads, row_blocks, size_k, span, scale,
                 softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
-                size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
                 dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
@@ -207,7 +214,7 @@ def attention_dkdv(
             mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
             slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k, n0, heads, row_blocks, size_k, span, scale,
             softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
-            size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+            lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
             dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
@@ -221,12 +228,14 @@ def attention_dkdv(
 def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: Gradients, bias_cols: Tensor | None) -> None:
     """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
     config = call.config(DKDV)
+    if call.repeat(attention_dkdv, (dout, grads.dk, grads.dv, rows.lse, rows.rest, rows.delta, bias_cols), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     written = [x for x in (grads.dk, grads.dv) if x is not None]
     align = alignment(t.q, t.k, t.v, dout, *written)
     tiles = key_tiles(call, config.block_n)
-    run(
+    call.run(
         attention_dkdv,
         tiles.count * call.heads_k,
         source(t.q, config.block_m, call.block_d, tma),
@@ -247,6 +256,7 @@ def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: 
         *strides(grads.dv, align),
         **call.rule_arguments,
         **tiles.arguments(),
+        **call.query_lists(config),
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         SCORE_GRAD=call.score_gradient(),
         **call.constants(config, align, tma),

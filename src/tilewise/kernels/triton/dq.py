@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DQ
-from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, run, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, source, strides
 from .packed import query_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -38,20 +39,21 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_keys(
-    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias, listed,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to a tile of queries. As in the forward pass, a block list changes only `n0`."""
     len_k = span[1]
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, MASKED)
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
         ds, s, capped = tile_gradient(
-            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
+            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if MASKED else None, base2, drop, keep_scale,
             SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
@@ -81,8 +83,8 @@ def attention_dq(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, dcaptured_ptr,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, dcaptured_ptr, lists_ptr, list_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -91,9 +93,12 @@ def attention_dq(
     if tiles_ptr is None:
         num_m = tl.cdiv(size_q, BLOCK_M)
         tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
-        if window_right is not None:
+        if window_right is not None and LIST_N == 0:
             tile = num_m - 1 - tile
-        b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+        b, h = bh // heads, bh % heads
+        if LIST_N > 0:
+            tile = ordered_tile(tile, lists_ptr, list_sizes, b, h)
+        m0 = tile * BLOCK_M
         len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
         item, head, first_q, first_k, rows_q = b, bh, None, None, size_q
     else:
@@ -142,12 +147,16 @@ def attention_dq(
     bias_rows = tl.zeros([BLOCK_M], tl.float32)
     slope_rows = tl.zeros([BLOCK_M], tl.float32)
 
-    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE and LIST_N == 0)
+    starts, stops, listed = (lo, full_lo, full_hi), (full_lo, full_hi, hi), None
+    if LIST_N > 0:
+        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N, DENSE)
+        starts, stops = (0, 0, 0), (0, listed_end(listed, m0 < len_q, LIST_N, False), listed_end(listed, m0 < len_q, LIST_N, True))
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+        if part == 2 or (not DENSE and (part == 1 or (window_left is not None and LIST_N == 0))):
             dq, bias_rows, slope_rows = walk_keys(
-                dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, base2, drop, keep_scale, dbias, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+                dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias,
+                mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
                 dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
                 TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
@@ -168,11 +177,13 @@ def launch_dq(
     to the gradients of captured tensors, float32 and contiguous."""
     wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     config = call.config(DQ)
+    if call.repeat(attention_dq, (dout, dq, rows.lse, rows.rest, rows.delta, bias_rows, slope_rows, dbias), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
     tiles = query_tiles(call, config.block_m)
-    run(
+    call.run(
         attention_dq,
         tiles.count * call.heads,
         source(t.q, config.block_m, call.block_d, tma),
@@ -194,6 +205,7 @@ def launch_dq(
         *strides(dq, align),
         **call.rule_arguments,
         **tiles.arguments(),
+        **call.key_lists(config),
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         dcaptured_ptr=tuple(dcaptured) if wanted else None,
         SCORE_GRAD=call.score_gradient(wanted),

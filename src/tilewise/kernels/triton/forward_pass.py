@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from .configs import FORWARD
-from .launch import RUNTIME, Launch, alignment, contiguous, describable, run, source, strides
+from .block_lists import listed_end, listed_start, lists_of, ordered_tile
+from .configs import FORWARD, Config
+from .launch import RUNTIME, Launch, alignment, contiguous, describable, source, strides
 from .packed import query_tiles
 from .tiles import (
     LOG2E,
@@ -37,17 +38,18 @@ if TYPE_CHECKING:
 
 @triton.jit
 def attend(
-    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    LIST_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
     len_k = span[1]
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, MASKED)
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-        mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+        mask_tile = load_matrix(mask if MASKED else None, offs_m, offs_n, span, False)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
         s, _, _ = scores(
             qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, True, False, MASKED)  # fmt: skip
@@ -74,8 +76,8 @@ def attention_forward(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots,
-    captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -84,9 +86,12 @@ def attention_forward(
     if tiles_ptr is None:
         num_m = tl.cdiv(size_q, BLOCK_M)
         tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
-        if window_right is not None:
+        if window_right is not None and LIST_N == 0:
             tile = num_m - 1 - tile
-        b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+        b, h = bh // heads, bh % heads
+        if LIST_N > 0:
+            tile = ordered_tile(tile, lists_ptr, list_sizes, b, h)
+        m0 = tile * BLOCK_M
         len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
         item, head, first_q, first_k, rows_q = b, bh, None, None, size_q
     else:
@@ -128,12 +133,16 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
 
-    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE and LIST_N == 0)
+    starts, stops, listed = (lo, full_lo, full_hi), (full_lo, full_hi, hi), None
+    if LIST_N > 0:
+        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N, DENSE)
+        starts, stops = (0, 0, 0), (0, listed_end(listed, m0 < len_q, LIST_N, False), listed_end(listed, m0 < len_q, LIST_N, True))
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+        if part == 2 or (not DENSE and (part == 1 or (window_left is not None and LIST_N == 0))):
             acc, l, m = attend(
-                acc, l, m, q, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias, mask, base2, drop,
-                SCORE_MOD, MASK_MOD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                acc, l, m, q, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias, mask, base2, drop, listed,
+                SCORE_MOD, MASK_MOD, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -152,24 +161,30 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
         return
     call = Launch(t, r)
     config = call.config(FORWARD)
+    with call.device_guard():
+        if not call.repeat(attention_forward, (out.out, out.lse), config):
+            launch_forward(call, t, out, config)
+
+
+def launch_forward(call: Launch, t: Operands, out: Outputs, config: Config) -> None:
     tma = config.descriptors and describable(t.q, t.k, t.v)
     align = alignment(t.q, t.k, t.v, out.out)
-    with call.device_guard():
-        tiles = query_tiles(call, config.block_m)
-        run(
-            attention_forward,
-            tiles.count * call.heads,
-            source(t.q, config.block_m, call.block_d, tma),
-            source(t.k, config.block_n, call.block_d, tma),
-            source(t.v, config.block_n, call.block_dv, tma),
-            out.out,
-            out.lse,
-            *strides(t.q, align),
-            *strides(t.k, align),
-            *strides(t.v, align),
-            *strides(out.out, align),
-            **call.rule_arguments,
-            **tiles.arguments(),
-            sink_ptr=contiguous(t.sink),
-            **call.constants(config, align, tma),
-        )
+    tiles = query_tiles(call, config.block_m)
+    call.run(
+        attention_forward,
+        tiles.count * call.heads,
+        source(t.q, config.block_m, call.block_d, tma),
+        source(t.k, config.block_n, call.block_d, tma),
+        source(t.v, config.block_n, call.block_dv, tma),
+        out.out,
+        out.lse,
+        *strides(t.q, align),
+        *strides(t.k, align),
+        *strides(t.v, align),
+        *strides(out.out, align),
+        **call.rule_arguments,
+        **tiles.arguments(),
+        **call.key_lists(config),
+        sink_ptr=contiguous(t.sink),
+        **call.constants(config, align, tma),
+    )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import triton
-
-from .configs import ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
+from ..kernel_cache import prepare
+from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
+from .recipes import Launcher, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,13 +18,19 @@ if TYPE_CHECKING:
     from ...plan import Operands, Rules
     from .emission import Facts
 
+__all__ = ["RUNTIME", "Launch", "run"]
+
+prepare()
+
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
 RUNTIME += ["slots", "sequences", "most_q", "most_k", "size", "total", "shared"]
-RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
+RUNTIME += ["captured_sizes", "list_sizes"]  # whose elements see to that themselves: `emission.encoded`
+
+NO_LISTS: dict[str, Any] = {"lists_ptr": None, "list_sizes": None, "LIST_M": 0, "LIST_N": 0}
 
 LOG2E = 1.4426950408889634
 WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
@@ -39,10 +46,14 @@ def power_of_two_at_least(x: float) -> float:
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else min(exponent, 127))
 
 
-class Launch:
+class Launch(Launcher):
     """The choices of one call that its kernels share, and their arguments."""
 
     def __init__(self, t: Operands, r: Rules) -> None:
+        # Packed sequences, lists and programs come with arguments that are made anew for every call.
+        same = t.cu_seqlens_q is None and t.blocks is None and not t.captured
+        optional = (t.bias, t.mask, t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k, t.dropout_seed)
+        super().__init__((t.q, t.k, t.v, *optional), (r,) if same and t.q.is_cuda else None)
         self.t, self.r = t, r
         self.batch, self.heads, self.size_q, self.d = t.q.shape
         self.sequences = None if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
@@ -54,7 +65,7 @@ class Launch:
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
         # Whether any tile may hold hidden pairs, not only those at the ends of what a window and the lengths show.
-        self.dense = t.bias is not None or t.mask is not None or bool(r.mask_mod)
+        self.dense = t.bias is not None or (t.blocks is None and (t.mask is not None or bool(r.mask_mod)))
         self.score_mod, self.mask_mod = "", ""
         self._facts: tuple[Facts, ...] = ()
         self._indices: tuple[tuple[str, tuple[int, int]], ...] = ()
@@ -67,7 +78,7 @@ class Launch:
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
         # Beyond a packed sequence lies another one.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
-        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q)
+        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q, t.blocks)
         self.sanitize = unseen or any(x is not None for x in hiding) or r.window_left >= 0
         self.sanitize |= bool(r.score_mod or r.mask_mod)
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
@@ -97,7 +108,32 @@ class Launch:
         from ...plan import target_of
 
         target = target_of(self.t.q.device)
-        return choose(architecture(target), shared_limit(target), self.bits, purpose, features(self.t, self.r), self.block_d, self.block_dv)
+        used = features(self.t, self.r)
+        config = choose(architecture(target), shared_limit(target), self.bits, purpose, used, self.block_d, self.block_dv)
+        blocks = self.t.blocks
+        if blocks is None or purpose == DBIAS:
+            return config
+        return replace(config, block_m=min(config.block_m, blocks.block_m), block_n=min(config.block_n, blocks.block_n))
+
+    def key_lists(self, config: Config) -> dict[str, Any]:
+        """The lists of key blocks that each block of queries visits."""
+        x = self.t.blocks
+        if x is None:
+            return NO_LISTS
+        from .block_lists import list_arguments
+
+        tensors, tiles = (x.kv_num, x.kv_idx, x.kv_full_num, x.kv_full_idx), -(-self.size_q // config.block_m)
+        return {**list_arguments(tensors, tiles, x.block_m // config.block_m), "LIST_M": x.block_m, "LIST_N": x.block_n}
+
+    def query_lists(self, config: Config) -> dict[str, Any]:
+        """The lists of query blocks that each block of keys is visited by."""
+        x = self.t.blocks
+        if x is None:
+            return NO_LISTS
+        from .block_lists import list_arguments
+
+        tensors, tiles = (x.q_num, x.q_idx, x.q_full_num, x.q_full_idx), -(-self.size_k // config.block_n)
+        return {**list_arguments(tensors, tiles, x.block_n // config.block_n), "LIST_M": x.block_m, "LIST_N": x.block_n}
 
     def constants(self, config: Config, align: int, tma: bool) -> dict[str, Any]:
         """The compile-time arguments that every kernel over tiles has."""
@@ -168,56 +204,6 @@ class Launch:
             for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):
                 arguments[f"stride_{name}_{dim}"] = stride
         return arguments
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def run(kernel: Any, programs: int, *given: Any, **named: Any) -> None:
-    """``kernel[(programs,)](*given, **named)``, with a short way to the compiled kernel when the same types come again.
-
-    Triton binds and hashes all sixty arguments on every launch, which takes longer than a small kernel runs. What a compiled kernel of
-    ours depends on is less: types, 16-byte alignment of pointers, and compile-time values, as no integer is specialised on.
-    """
-    import torch
-
-    if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:  # on AMD the extent of a tensor counts too
-        kernel[(programs,)](*given, **named)
-        return
-    names, exact = parameters(kernel)
-    values = [*given, *[named[name] for name in names[len(given) :]]]
-    options = [named[name] for name in named if name not in exact]
-    key = (kernel.__name__, torch.cuda.current_device(), *[kind(x, exact[n]) for x, n in zip(values, names, strict=True)], *options)
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[(programs,)](*given, **named)
-    else:
-        found[(programs, 1, 1)](*values)
-
-
-_parameters: dict[str, tuple[list[str], dict[str, bool]]] = {}
-
-
-def parameters(kernel: Any) -> tuple[list[str], dict[str, bool]]:
-    """The names of a kernel's arguments, and of each whether what is compiled depends on its value."""
-    found = _parameters.get(kernel.__name__)
-    if found is None:
-        exact = {x.name: x.is_constexpr or not x.do_not_specialize for x in kernel.params}
-        found = _parameters[kernel.__name__] = (kernel.arg_names, exact)
-    return found
-
-
-def kind(x: Any, exact: bool) -> Any:
-    """What a compiled kernel knows of an argument."""
-    if x is None or type(x) is float:
-        return x is None
-    if type(x) is int:
-        return x if exact else "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
-    if hasattr(x, "data_ptr"):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if hasattr(x, "block_shape"):  # a descriptor
-        return x.base.dtype, *x.block_shape
-    return x
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

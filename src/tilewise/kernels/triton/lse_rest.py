@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import FORWARD
-from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
+from .launch import RUNTIME, Launch, alignment, contiguous, strides
 from .packed import query_tiles
 from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, packed_tile, scores, used_length
 
@@ -95,8 +95,10 @@ def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
     config = call.config(FORWARD)
     align = alignment(t.q, t.k)
     rest = lse.new_empty(call.batch, call.heads, call.rows_padded)
+    if call.repeat(lse_rest, (lse, rest), config):
+        return rest
     tiles = query_tiles(call, config.block_m, call.rows_padded // config.block_m)
-    run(
+    call.run(
         lse_rest,
         tiles.count * call.heads,
         t.q,
