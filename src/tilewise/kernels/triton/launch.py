@@ -149,6 +149,8 @@ class Launch(Launcher):
             "NATURAL": self.natural,
             "SANITIZE": self.sanitize,
             "DENSE": self.dense,
+            "BIAS_ALIGN": matrix_alignment(self.t.bias),
+            "MASK_ALIGN": matrix_alignment(self.t.mask),
             "SCORE_MOD": self.score_mod,
             "MASK_MOD": self.mask_mod,
             "PRECISION": self.precision,
@@ -201,7 +203,7 @@ class Launch(Launcher):
             arguments["captured_sizes"] = tuple(encoded(x) for x in t.captured)
         for name, matrix in (("bias", t.bias), ("mask", t.mask)):
             arguments[f"{name}_ptr"] = as_bytes(matrix)
-            for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):
+            for dim, stride in zip("bhmn", matrix_strides(matrix, matrix_alignment(matrix)), strict=True):
                 arguments[f"stride_{name}_{dim}"] = stride
         return arguments
 
@@ -242,10 +244,18 @@ def rows_describable(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return rows_aligned(shape, stride, 8) and 0 not in shape and all(n == 1 or s > 0 for n, s in zip(shape[:3], stride[:3], strict=True))
 
 
-def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
-    """Strides of a bias or mask, the last None where neighbours are adjacent: known to the compiler, it makes reads wide."""
+def matrix_strides(x: Tensor | None, align: int = 1) -> tuple[int | None, ...]:
+    """Strides of a bias or mask, the outer ones in units of ``align`` elements and the last None where neighbours are adjacent: known to the
+    compiler, it makes reads wide."""
     b, h, m, n = broadcast_strides(x)
-    return b, h, m, None if n == 1 else n
+    return b // align, h // align, m // align, None if n == 1 else n
+
+
+def matrix_alignment(x: Tensor | None) -> int:
+    """How many elements of a bias or mask make the 16 bytes on which all its rows start, or 1."""
+    step = 1 if x is None else 16 // x.element_size()
+    outer = broadcast_strides(x)[:3]
+    return step if x is not None and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in outer) else 1
 
 
 def alignment(*tensors: Tensor) -> int:
