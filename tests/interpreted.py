@@ -7,6 +7,8 @@ It computes bfloat16 products wrongly, so those are left to the GPU suite. ``TIL
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -16,14 +18,13 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise import masks, reference
 from tilewise.kernels import triton as kernels
 
-from . import cases, helpers
+from . import cases, helpers, packed
 
 INDEX, COUNT = map(int, os.environ.get("TILEWISE_SLICE", "0/1").split("/"))
-# Programs are refused by these kernels until they can emit them.
-WITHOUT_PROGRAMS = {name: ["none"] if name == "score_mod" else levels for name, levels in cases.FACTORS.items()}
-CHOICES = [c for c in cases.SINGLES if c["score_mod"] == "none"] + cases.covering_array(WITHOUT_PROGRAMS)
+CHOICES = cases.SINGLES + cases.CHOICES
 HALF_CHOICES = CHOICES[::5]
 
 
@@ -72,7 +73,7 @@ def sliced(values: list) -> list:
 
 
 def test_choices_cover_every_pair():
-    assert set().union(*map(cases.pairs_of, CHOICES)) == cases.all_pairs(WITHOUT_PROGRAMS)
+    assert set().union(*map(cases.pairs_of, CHOICES)) == cases.all_pairs(cases.FACTORS)
 
 
 @pytest.mark.parametrize("choice", sliced(CHOICES), ids=cases.name)
@@ -88,6 +89,66 @@ def test_float16(choice):
 @pytest.mark.parametrize("head_dim", sliced([1, 7, 16, 33]))
 def test_head_dims_are_padded_inside(head_dim):
     check(helpers.make_inputs(batch=1, heads=1, seqlen_q=20, head_dim=head_dim, head_dim_v=head_dim + 2))
+
+
+Leaves = dict[str, Tensor]
+# FlexAttention's public examples, and what the language has besides: arguments of a call from its tensors, some of them captured.
+PROGRAMS: dict[str, Callable[[Leaves], dict]] = {
+    "alibi": lambda x: {"score_mod": lambda s, b, h, i, j: s - x["slopes"][h] * (i - j).abs()},
+    "relative table": lambda x: {"score_mod": lambda s, b, h, i, j: s + x["table"][h, i - j + 35]},
+    "softcap, causal": lambda x: {"score_mod": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0), "causal": True},
+    "causal by -inf": lambda x: {"score_mod": lambda s, b, h, i, j: torch.where(i + 16 >= j, s, -float("inf"))},
+    "gates and bias": lambda x: {"score_mod": lambda s, b, h, i, j: s * torch.sigmoid(x["point"]) + x["rows"][i] * x["columns"][b, j]},
+    "documents": lambda x: {"mask": masks.Custom(lambda b, h, i, j: (x["documents"][i] == x["documents"][j]) & (i + 16 >= j))},
+    "neighbourhood": lambda x: {
+        "mask": masks.Custom(lambda b, h, i, j: ((i // 6 - j // 6).abs() <= 1) & ((i % 6 - j % 6).abs() <= 2)),
+        "score_mod": lambda s, b, h, i, j: s + x["table"][h, i - j],
+    },
+    "elementary": lambda x: {
+        "score_mod": lambda s, b, h, i, j: (
+            torch.exp(0.3 * s) + torch.log(s.abs() + 1) + torch.rsqrt(s * s + 2) + torch.sin(s) * s.cos() + torch.erf(s)
+            + (s.abs() + 1) ** 1.7 + (s * s + 1) ** -1.5 + torch.minimum(s, x["slopes"][h]) + torch.clamp(s, -0.5, 0.5)
+        )
+    },
+    "integers": lambda x: {
+        "score_mod": lambda s, b, h, i, j: (
+            s * (((i + 3) // 2 - j % 3) ^ 5) / 8 + ((i - j) // 3 + (i - j) % 3 + torch.div(i - 2 * j, 5, rounding_mode="floor")) / 16
+            + (i - j) ** 3 * 1e-5 + (h << 40) * 2.0**-42
+        )
+    },
+    "constant": lambda x: {"score_mod": lambda s, b, h, i, j: x["slopes"][h]},
+}  # fmt: skip
+
+
+WITH_DTYPES = [(name, "float32") for name in PROGRAMS] + [(name, "float16") for name in list(PROGRAMS)[:4]]
+
+
+@pytest.mark.parametrize("name,dtype", sliced(WITH_DTYPES))
+def test_programs(name, dtype):
+    """Output, LSE and the gradients of q, k, v and of everything that a function captures."""
+    dtype = getattr(torch, dtype)
+    inputs = helpers.make_inputs(batch=1, heads=2, kv_heads=1, seqlen_q=20, seqlen_k=36, dtype=dtype)
+    captured = {"slopes": torch.rand(2), "table": torch.randn(2, 56), "point": torch.randn(()), "rows": torch.randn(20)}
+    captured["columns"] = torch.randn(36, 1).T.contiguous().T.view(1, 36)
+    documents = {"documents": torch.arange(36) // 7}
+    dout, dlse = torch.randn(1, 20, 2, 16), torch.randn(1, 2, 20)
+
+    def answer(attention: Callable[..., tuple[Tensor, Tensor]], to: torch.dtype | None) -> helpers.Answer:
+        leaves = {key: x.to(to or x.dtype).clone().requires_grad_() for key, x in {**inputs, **captured}.items()}
+        arguments = PROGRAMS[name]({**leaves, **documents})
+        out, lse = attention(**{key: leaves[key] for key in "qkv"}, **arguments)
+        seen = torch.where(lse.isfinite(), lse, 0.0)
+        grads = torch.autograd.grad([out, seen], list(leaves.values()), [dout.to(out.dtype), dlse.to(seen.dtype)], allow_unused=True)
+        known = {key: torch.zeros_like(x) if grad is None else grad for (key, x), grad in zip(leaves.items(), grads, strict=True)}
+        return helpers.Answer(out.detach(), lse.detach(), known)
+
+    got = answer(triton_attention, None)
+    exact, unfused = (answer(partial(reference.attention, compute_dtype=to), to) for to in (torch.float64, dtype))
+    for key in captured:  # sums of many terms: see `check`
+        want = exact.grads.pop(key)
+        error, allowed = ((x.grads[key].double() - want).abs().max().item() for x in (got, unfused))
+        assert error <= 8.0 * (allowed + torch.finfo(torch.float32).eps), f"d{key}: error {error:.3e}, unfused {allowed:.3e}"
+    helpers.assert_close_to_reference(got, exact, unfused)
 
 
 GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "learnable_sink")
@@ -106,6 +167,29 @@ def test_only_needed_gradients_are_computed(wanted):
     alone = torch.autograd.grad(triton_attention(**some)[0], [some[name] for name in wanted], dout)
     for name, gradient in zip(wanted, alone, strict=True):
         assert torch.equal(gradient, everything[name]), name
+
+
+@pytest.mark.parametrize("block_m, block_n", sliced([(16, 16), (64, 32), (32, 64)]))
+def test_tile_status(block_m, block_n):
+    """What programs show in tiles, against torch's evaluation of the same programs: in a band, per item and head, with captured tensors."""
+    from tilewise import tile_status
+    from tilewise.kernels.triton.tile_status import evaluate
+
+    ids = torch.arange(90) // 25
+    rules = (
+        masks.SlidingWindow(33, 2),
+        masks.Dilated(3, 30) | masks.FirstKeys(20),
+        masks.Custom(lambda b, h, q, k: (q - k + 7 * h + 3 * b) % 40 < 20),
+        masks.Custom(lambda b, h, q, k: (ids[k] == b) & (q >= 0)),
+        masks.Full(),
+    )
+    for rule in rules:
+        grid = tile_status.Grid(150, 90, block_m, block_n, *rule.implied_window())
+        text, captured = rule.program(150, 90)
+        status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
+        status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
+        found = evaluate(text, captured, status, grid.base(status.device), 150, 90, block_m, block_n)
+        assert torch.equal(found, tile_status._evaluate_unknown(text, captured, status, grid)), rule
 
 
 BIAS_SHAPES = [(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]
@@ -149,6 +233,51 @@ def test_hidden_values_reach_nothing(how):
         assert torch.equal(one, other)
 
 
+PACKED = ["causal_window_softcap", "alibi_of_sequences", "bias_shared", "bias_of_keys", "bias_of_queries", "bias_of_sequences"]
+PACKED += ["bias_of_heads", "mask", "dropout", "lengths", "documents", "score_mod"]
+
+
+@pytest.mark.parametrize("name", sliced(PACKED))
+def test_packed_sequences(name):
+    packed.check(packed.build(name, torch.float32, size=packed.SMALL), "triton")
+
+
+@pytest.mark.parametrize("name", sliced(["causal", "lengths"]))
+def test_packed_sequences_float16(name):
+    packed.check(packed.build(name, torch.float16, size=packed.SMALL), "triton")
+
+
+@pytest.mark.parametrize("over_keys", sliced([False, True]))
+@pytest.mark.parametrize("sequences", [1, 65])
+def test_every_packed_row_is_in_one_tile(over_keys, sequences):
+    """Whatever the offsets hold, the records stay inside, cover every row once, and put the furthest walks first."""
+    from tilewise.kernels.triton import packed as kernels_packed
+    from tilewise.kernels.triton.launch import Launch
+    from tilewise.plan import Operands, Rules
+
+    for lowest, highest in ((0, 200), (-50, 300)):
+        cu_q, cu_k = (torch.randint(lowest, highest, (sequences + 1,), dtype=torch.int32) for _ in range(2))
+        if lowest == 0:
+            cu_q, cu_k = cu_q.sort().values, cu_k.sort().values
+        q, k = torch.zeros(1, 1, 200, 8), torch.zeros(1, 1, 190, 8)
+        call = Launch(Operands(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), Rules(1.0))
+        tiles, records = kernels_packed.scheduled(call, 16, over_keys, with_sequences=True)
+        total = 190 if over_keys else 200
+        covered, walks = torch.zeros(total, dtype=torch.int32), []
+        for b, row0, first_q, rows_q, len_q, first_k, rows_k, len_k in tiles.records.tolist():
+            if b < 0:
+                continue
+            first, rows = (first_k, rows_k) if over_keys else (first_q, rows_q)
+            assert 0 <= row0 < rows and first + rows <= total
+            covered[first + row0 : first + min(row0 + 16, rows)] += 1
+            walks.append(len_q if over_keys else len_k)
+        assert (covered == 1).all()
+        assert walks == sorted(walks, reverse=True)
+        assert len(tiles.records) - len(walks) <= sequences + 2
+        starts = [x.long().clamp(0, n).cummax(0).values for x, n in ((cu_q, 200), (cu_k, 190))]
+        assert torch.equal(records[:, 2].long(), starts[0][:-1]) and torch.equal(records[:, 6].long(), starts[1].diff())
+
+
 def test_scores_near_the_largest_float_survive_a_bias():
     """Subtracting the maximum comes before the change of base: 3e38 * log2(e) would be infinite. A finite minimum hides nothing."""
     arguments = helpers.make_inputs(batch=1, heads=1, seqlen_q=5, seqlen_k=40)
@@ -178,9 +307,10 @@ def test_products_far_outside_the_exponent_range(seqlen):
 def test_sequence_lengths_do_not_reach_the_compiled_kernel():
     """No runtime number may be specialised: Triton would compile anew for a length of 1 or one that 16 divides."""
     from tilewise.kernels.triton import bias_gradient, dkdv, dq, forward_pass, launch, lse_rest, row_terms
+    from tilewise.kernels.triton import packed as kernels_packed
 
-    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms)
-    names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms")
+    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed)
+    names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms", "schedule", "sum_rows")
     for kernel in map(getattr, modules, names):
         names = [name for name, kind in kernel.fn.__annotations__.items() if kind == "tl.constexpr"]
         runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]

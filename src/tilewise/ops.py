@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import plan
+from .block_mask import TENSORS, TileLists
 from .cost import Problem, flops
 from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
 
@@ -33,6 +36,9 @@ RULES = (
     "layout",
     "backend",
 )
+BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none, and the sizes of its tiles
+# The last arguments of both ops, None unless the sequences are packed.
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
@@ -45,20 +51,23 @@ _RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
     "str score_mod, str mask_mod, str layout, str backend"
 )
+_BLOCK_SCHEMA = "Tensor[] blocks, int block_m, int block_n"
+_PACKED_SCHEMA = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
+    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux, {_BLOCK_SCHEMA}, {_PACKED_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs, {_BLOCK_SCHEMA}, {_PACKED_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
-_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
+_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux", *BLOCKS, *PACKED)
+_RESULTS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy")
+_BACKWARD_ARGS = (*_RESULTS, *OPERANDS, *RULES, "allow_tf32", "needs", *BLOCKS, *PACKED)
 
 
 def float32_precision_allows_tf32() -> bool:
@@ -99,7 +108,12 @@ def operands(args: dict[str, Any]) -> Operands:
     if tensors["alibi_slopes"] is not None and tensors["alibi_slopes"].ndim == 1:
         tensors["alibi_slopes"] = tensors["alibi_slopes"][None]
     tensors["captured"] = tuple(tensors["captured"])
-    return Operands(**tensors)
+    lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
+    return Operands(**tensors, blocks=lists, cu_seqlens_q=args["cu_seqlens_q"], cu_seqlens_k=args["cu_seqlens_k"])
+
+
+def has_no_sequence(t: Operands) -> bool:
+    return t.cu_seqlens_q is not None and t.cu_seqlens_q.shape[0] == 1
 
 
 def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
@@ -112,36 +126,49 @@ def wanted_aux(aux: str) -> frozenset[str]:
     return frozenset(aux.split(",")) if aux else frozenset()
 
 
-def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
-    """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
+def _allocate_outputs(args: dict[str, Any]) -> tuple[Any, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for. Used by the op and by its fake alike."""
     q, k, v = args["q"], args["k"], args["v"]
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     batch, heads, seqlen_q, seqlen_k = q.shape[0], q.shape[heads_dim], q.shape[seq_dim], k.shape[seq_dim]
-    accumulate, wanted = accumulator_dtype(q.dtype), wanted_aux(args["aux"])
-    aux_shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
-    return [
-        q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype),
-        q.new_empty((batch, heads, seqlen_q), dtype=accumulate),
-        *(q.new_empty(aux_shapes[name] if name in wanted else (0,), dtype=accumulate) for name in AUX),
-    ]
+    accumulate, wanted = accumulator_dtype(q.dtype), args["aux"]
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=accumulate)
+    if not wanted:
+        return out, lse, None, None, None
+    shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
+    return out, lse, *(q.new_empty(shapes[name], dtype=accumulate) if name in wanted_aux(wanted) else None for name in AUX)
+
+
+def _run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for."""
+    t, r = operands(args), rules(args, float32_precision_allows_tf32())
+    request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out_dtype"])
+    chosen = plan.select(t, r, args["backend"], request=request)
+    results = _allocate_outputs(args)
+    out = Outputs(_heads_first(results[0], args["layout"]), *results[1:])
+    if has_no_sequence(t):
+        for x in results:
+            if x is not None:
+                x.fill_(float("-inf") if x is out.lse or x is out.max_logits else 0.0)
+    elif out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+        chosen.kernels().forward(t, r, out)
+    return results
+
+
+def _as_tensors(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """An operator returns tensors: what was not asked for has no elements."""
+    lse = results[1]
+    assert lse is not None
+    return tuple(lse.new_empty(0) if x is None else x for x in results)
 
 
 def _forward(*flat: Any) -> tuple[Tensor, ...]:
-    args = dict(zip(_FORWARD_ARGS, flat, strict=True))
-    t, r = operands(args), rules(args, float32_precision_allows_tf32())
-    wanted = wanted_aux(args["aux"])
-    request = Request(aux=wanted, out_dtype=args["out_dtype"])
-    chosen = plan.select(t, r, args["backend"], request=request)
-    results = _allocate_outputs(args)
-    aux = {name: tensor if name in wanted else None for name, tensor in zip(AUX, results[2:], strict=True)}
-    out = Outputs(out=_heads_first(results[0], args["layout"]), lse=results[1], **aux)
-    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
-        chosen.kernels().forward(t, r, out)
-    return tuple(results)
+    return _as_tensors(_run_forward(dict(zip(_FORWARD_ARGS, flat, strict=True))))
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
+    return _as_tensors(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
 
 
 # ----------------------------------------------------------------------------------------------------------------- backward
@@ -180,7 +207,7 @@ def _backward(*flat: Any) -> list[Tensor]:
     dout = args["dout"]
     cot = Cotangents(None if dout is None else _heads_first(dout, layout), args["dlse"], args["dkey_mass"], args["dentropy"])
     saved = Saved(_heads_first(args["out"], layout), args["lse"], args["entropy"] if args["dentropy"] is not None else None)
-    if saved.lse.numel() and t.k.shape[2]:
+    if saved.lse.numel() and t.k.shape[2] and not has_no_sequence(t):
         needed = frozenset(name for name, _ in _gradient_sources(args))
         request = Request(
             backward=True,
@@ -212,12 +239,18 @@ def _backward_fake(*flat: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    args = dict(zip(_FORWARD_ARGS, inputs, strict=True))
+    _save(ctx, dict(zip(_FORWARD_ARGS, inputs, strict=True)), output)
+
+
+def _save(ctx: Any, args: dict[str, Any], output: tuple[Any, ...]) -> None:
+    """What the backward pass needs of the arguments and results of the forward pass."""
     out, lse, _, _, entropy = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["captured"])
+    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in _TENSORS), *args["blocks"], *args["captured"])
     ctx.captured = len(args["captured"])
+    ctx.block_sizes = args["block_m"], args["block_n"]
     ctx.rules = tuple(args[name] for name in RULES)
+    ctx.max_seqlens = (args["max_seqlen_q"], args["max_seqlen_k"])
     ctx.allow_tf32 = float32_precision_allows_tf32()
 
 
@@ -229,11 +262,13 @@ def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool
             "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
         )
     out, lse, entropy, *saved = ctx.saved_tensors
-    count = len(OPERANDS) - 1
-    operands, captured = saved[:count], saved[count:]
+    count, lists = len(_TENSORS), _list_count(ctx.block_sizes[0])
+    (*operands, cu_seqlens_q, cu_seqlens_k), blocks, captured = saved[:count], saved[count : count + lists], saved[count + lists :]
     if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
         return [None] * len(needs)
-    grads = iter(backward_op(dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs))
+    entropy = out.new_empty(0) if entropy is None else entropy
+    given = (dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs)
+    grads = iter(backward_op(*given, blocks, *ctx.block_sizes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens))
     return [next(grads) if needed else None for needed in needs]
 
 
@@ -245,7 +280,12 @@ def _autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     needed = dict(zip(_FORWARD_ARGS, ctx.needs_input_grad, strict=True))
     needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], ctx.captured)
     named, captured = _split(_gradients(ctx, cotangents, needs, torch.ops.tilewise.attention_backward))
-    return tuple(captured if name == "captured" else named.get(name) for name in _FORWARD_ARGS)
+    lists = {"captured": captured, "blocks": [None] * _list_count(ctx.block_sizes[0])}
+    return tuple(lists[name] if name in lists else named.get(name) for name in _FORWARD_ARGS)
+
+
+def _list_count(block_m: int) -> int:
+    return len(TENSORS) if block_m else 0
 
 
 def _as_list(needed: Any, count: int) -> list[bool]:
@@ -266,80 +306,121 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-class _Attention(torch.autograd.Function):
-    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula.
+# Autograd functions take tensors one by one, so the lists come last: of the tiles, then the captured ones.
+_LISTS = ("blocks", "captured")
+_FLAT_ARGS = tuple(name for name in _FORWARD_ARGS if name not in _LISTS)
+_TENSORS = (*OPERANDS[:-1], "cu_seqlens_q", "cu_seqlens_k")
 
-    Takes the arguments of the op with the captured tensors last, one by one.
-    """
+
+def _named(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The op's arguments by name, from an autograd function's; or what is laid out `like` these, such as the vmapped dimensions."""
+    single = [name for name in names if name not in _LISTS]
+    given = dict(zip(single, flat, strict=False))
+    stop = len(single) + _list_count(given["block_m"] if like is None else like[single.index("block_m")])
+    return given | {"blocks": list(flat[len(single) : stop]), "captured": list(flat[stop:])}
+
+
+def _ordered(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """The op's arguments in its own order."""
+    named = _named(names, flat, like)
+    return [named[name] for name in names]
+
+
+class _Attention(torch.autograd.Function):
+    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        head, captured = args[: len(_FORWARD_ARGS) - 1], list(args[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        return torch.ops.tilewise.attention_forward(*head[:position], captured, *head[position:])
+    def forward(*flat: Any) -> Any:
+        return torch.ops.tilewise.attention_forward(*_ordered(_FORWARD_ARGS, flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        head, captured = inputs[: len(_FORWARD_ARGS) - 1], list(inputs[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        _setup_context(ctx, (*head[:position], captured, *head[position:]), output)
+        _save(ctx, _named(_FORWARD_ARGS, inputs), output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        flat_names = [name for name in _FORWARD_ARGS if name != "captured"]
-        needed = dict(zip(flat_names, ctx.needs_input_grad, strict=False))
-        needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(flat_names) :])
-        named, captured = _split(_gradients(ctx, cotangents, needs, _call_backward_function))
-        return (*(named.get(name) for name in flat_names), *captured)
+        return _flat_gradients(ctx, cotangents, _call_backward_function)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        split = len(_FORWARD_ARGS) - 1
-        position = _FORWARD_ARGS.index("captured")
+    def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        return _vmap_forward(info, _ordered(_FORWARD_ARGS, in_dims, flat), *_ordered(_FORWARD_ARGS, flat))
 
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[split:]), *flat[position:split]]
 
-        return _vmap_forward(info, regroup(in_dims), *regroup(args))
+def _flat_gradients(ctx: Any, cotangents: tuple[Any, ...], backward_op: Any) -> tuple[Any, ...]:
+    lists = _list_count(ctx.block_sizes[0])
+    needed = dict(zip(_FLAT_ARGS, ctx.needs_input_grad, strict=False))
+    needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(_FLAT_ARGS) + lists :])
+    named, captured = _split(_gradients(ctx, cotangents, needs, backward_op))
+    return (*(named.get(name) for name in _FLAT_ARGS), *[None] * lists, *captured)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward op under torch.func transforms: differentiating it raises instead of giving a silent zero."""
 
     @staticmethod
-    def forward(count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-        return tuple(
-            torch.ops.tilewise.attention_backward(*args[:position], list(args[position : position + count]), *args[position + count :])
-        )
+    def forward(*flat: Any) -> Any:
+        return tuple(torch.ops.tilewise.attention_backward(*_ordered(_BACKWARD_ARGS, flat)))
 
     setup_context = staticmethod(_setup_nothing)
     backward = staticmethod(_refuse_double_backward)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[position : position + count]), *flat[position + count :]]
-
-        outs, dims = _vmap_backward(info, regroup(in_dims[1:]), *regroup(args))
+    def vmap(info: Any, in_dims: Any, *flat: Any) -> Any:
+        outs, dims = _vmap_backward(info, _ordered(_BACKWARD_ARGS, in_dims, flat), *_ordered(_BACKWARD_ARGS, flat))
         return tuple(outs), tuple(dims)
 
 
 def _call_backward_function(*args: Any) -> Any:
-    position = _BACKWARD_ARGS.index("captured")
-    captured = args[position]
-    return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
+    given = dict(zip(_BACKWARD_ARGS, args, strict=True))
+    single = [value for name, value in given.items() if name not in _LISTS]
+    return _AttentionBackward.apply(*single, *given["blocks"], *given["captured"])
 
 
-def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward op by keywords, in whatever way the active transforms need. Returns (out, lse, max_logits, key_mass, entropy)."""
-    flat = [args[name] for name in _FORWARD_ARGS]
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        position = _FORWARD_ARGS.index("captured")
-        return _Attention.apply(*flat[:position], *flat[position + 1 :], *flat[position])
-    return torch.ops.tilewise.attention_forward(*flat)
+class _Direct(torch.autograd.Function):
+    """The same without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
+
+    @staticmethod
+    def forward(ctx: Any, *flat: Any) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+        args = _named(_FORWARD_ARGS, flat)
+        results = _run_forward(args)
+        _save(ctx, args, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        # With create_graph somebody may differentiate this again: only the operator knows what to do then.
+        run = torch.ops.tilewise.attention_backward if torch.is_grad_enabled() else _backward
+        return _flat_gradients(ctx, cotangents, run)
+
+
+def _unobserved(args: dict[str, Any]) -> bool:
+    """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
+        return False
+    tensors = [x for x in map(args.__getitem__, _TENSORS) if x is not None] + args["captured"] + args["blocks"]
+    return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def attention_forward(**args: Any) -> tuple[Any, ...]:
+    """The forward op by keywords, in whatever way the active transforms need: (out, lse, max_logits, key_mass, entropy).
+
+    Auxiliary outputs that were not asked for are None or have no elements.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed or _unobserved(args):
+        function = _Attention if transformed else _Direct
+        if not transformed and not _differentiates(args):
+            return _run_forward(args)
+        return function.apply(*(args[name] for name in _FLAT_ARGS), *args["blocks"], *args["captured"])
+    return torch.ops.tilewise.attention_forward(*(args[name] for name in _FORWARD_ARGS))
+
+
+def _differentiates(args: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*map(args.__getitem__, DIFFERENTIABLE), *args["captured"])
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------- vmap
@@ -348,7 +429,8 @@ def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[Any, ...], fold: bool) -> Any:
     """The mapped dimension joins the batch where that changes no meaning; else one call for each of its elements.
 
-    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout) or would copy an N x N tensor.
+    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout), where sequences are packed, or
+    where it would copy an N x N tensor.
     """
     args, dims = dict(zip(names, flat, strict=True)), dict(zip(names, in_dims, strict=True))
     size = info.batch_size
@@ -368,13 +450,15 @@ def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[
 
 
 def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
-    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None:
+    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None or args["cu_seqlens_q"] is not None:
         return False
     if "max_logits" in args.get("aux", ""):
         return False
     if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
         return False
     batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
+    if any(x.shape[0] > 1 for x in args["blocks"]):
+        return False
     for name in ("bias", "mask"):
         x, dim = args[name], dims[name]
         if x is None:
@@ -433,11 +517,18 @@ torch.library.register_vmap("tilewise::attention_forward", _vmap_forward, lib=_l
 torch.library.register_vmap("tilewise::attention_backward", _vmap_backward, lib=_library)
 
 
-def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
-    args = dict(zip(names, flat, strict=False))
+def _flops(names: tuple[str, ...], flat: tuple[Any, ...], pass_: str) -> int:
+    """The visible pairs' operations. Where the lengths are values on the device, the least of the bounds that follow from sizes."""
+    return min(flops(problem, pass_) for problem in problems(dict(zip(names, flat, strict=False))))
+
+
+def problems(args: dict[str, Any]) -> list[Problem]:
+    """The call as one problem of `cost`; a packed call as two, neither smaller than what it computes: every sequence as long as the
+    longest may be, and every query seeing as many keys as one may see. Tensors may be given as their sizes, as torch's counter does."""
+    args = {name: x.shape if isinstance(x, Tensor) else x for name, x in args.items()}
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
-    q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
-    return Problem(
+    q, k, v, left, right = args["q"], args["k"], args["v"], args["window_left"], args["window_right"]
+    whole = Problem(
         batch=q[0],
         heads=q[heads_dim],
         kv_heads=k[heads_dim],
@@ -445,19 +536,30 @@ def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
         seqlen_k=k[seq_dim],
         head_dim=q[3],
         head_dim_v=v[3],
-        window_left=args["window_left"],
-        window_right=args["window_right"],
+        window_left=left,
+        window_right=right,
     )
+    if args["cu_seqlens_q"] is None:
+        return [whole]
+    most_q, most_k = (
+        size if most is None else min(size, most)
+        for size, most in ((whole.seqlen_q, args["max_seqlen_q"]), (whole.seqlen_k, args["max_seqlen_k"]))
+    )
+    seen = most_k if left < 0 or right < 0 else min(most_k, left + right + 1)
+    return [
+        replace(whole, batch=args["cu_seqlens_q"][0] - 1, seqlen_q=most_q, seqlen_k=most_k),
+        replace(whole, seqlen_k=seen, window_left=-1, window_right=-1),
+    ]
 
 
 def _register_flops(counter: ModuleType) -> None:
     @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(_FORWARD_ARGS, flat), "fwd")
+        return _flops(_FORWARD_ARGS, flat, "fwd")
 
     @counter.register_flop_formula(torch.ops.tilewise.attention_backward)
     def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(_BACKWARD_ARGS, flat), "bwd")
+        return _flops(_BACKWARD_ARGS, flat, "bwd")
 
 
 class _WhenFlopsAreCounted(importlib.abc.MetaPathFinder):

@@ -40,6 +40,8 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
 
 
 def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
+    if t.cu_seqlens_q is not None:
+        return "it does not read packed sequences"
     if t.bias is not None:
         return "it does not read a bias"
     if t.mask is not None:

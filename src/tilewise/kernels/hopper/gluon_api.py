@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate
 
+from ..kernel_cache import prepare
+
 __all__ = [
     "BarrierLayout",
     "Descriptor",
@@ -51,6 +53,8 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+prepare()
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function

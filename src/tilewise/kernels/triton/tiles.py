@@ -1,13 +1,14 @@
 """The steps of attention on one tile, each a short function: what the loops of `forward_pass` and `backward_pass` are written in.
 
-Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
+A tile is CUT where a window or a length may hide pairs of it, MASKED where anything may. Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
-    source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
+    source  (ref, row_stride, dim_stride, at)     one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
+    at      (item, h, first)                      which one; `first`: the row where a packed sequence starts, else None
     span    (len_q, len_k, window_left, window_right)
-    mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
-    rules   (scale, softcap, slope)
+    mask    (ptr, row_stride, col_stride)         likewise bias; see `matrix_of`
+    rules   (scale, softcap, slope, program)      program: see `programs`; its texts are SCORE_MOD, MASK_MOD and SCORE_GRAD
     base2   (unit, unit_exact)                    what turns raw scores into base-2 exponents, see `to_log2`
     drop    (seed, threshold, b, h)
 
@@ -18,8 +19,8 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .programs import LOG2E, run_program, tanh
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
 HUGE: tl.constexpr = tl.constexpr(float(2**27))
@@ -30,11 +31,13 @@ ROW_BLOCK: tl.constexpr = tl.constexpr(configs.ROW_BLOCK)
 
 
 @triton.jit
-def head_of(ref, b, h, stride_b, stride_h, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """Where one head starts; a descriptor takes b and h with every tile instead."""
+def head_of(ref, at, stride_b, stride_h, stride_s, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """Where one head starts, or one packed sequence in it; a descriptor takes that place with every tile instead."""
     start = ref
     if not TMA:
-        start = ref + (b * stride_b + h * stride_h) * ALIGN
+        start = ref + (at[0] * stride_b + at[1] * stride_h) * ALIGN
+        if at[2] is not None:
+            start += at[2] * (stride_s * ALIGN)
     return start
 
 
@@ -55,7 +58,10 @@ def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
     """
     if TMA:
-        tile = source[0].load([source[3], source[4], row0, 0]).reshape(ROWS, COLS)
+        item, h, first = source[3]
+        if first is not None:
+            row0 += first
+        tile = source[0].load([item, h, row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
         tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=inside, other=0.0)
@@ -87,18 +93,45 @@ def used_length(seqused_ptr, b, size):
 
 
 @triton.jit
-def load_matrix(matrix, offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
-    """A tile of a bias or mask, 0 outside, or None: read along its rows either way round, [M, N] or [N, M].
+def load_rows(pointers, offs_m, len_q, other, PACKED: tl.constexpr):
+    """A number of each query, [M]. A dense row is padded to whole tiles; past a packed sequence lie the numbers of its neighbour."""
+    return tl.load(pointers, mask=offs_m < len_q, other=other) if PACKED else tl.load(pointers)
+
+
+@triton.jit
+def packed_tile(record_ptr):
+    """What `packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real rows that the
+    sequence has of queries and of keys."""
+    first_q, rows_q, len_q = tl.load(record_ptr + 2), tl.load(record_ptr + 3), tl.load(record_ptr + 4)
+    first_k, rows_k, len_k = tl.load(record_ptr + 5), tl.load(record_ptr + 6), tl.load(record_ptr + 7)
+    return tl.load(record_ptr), tl.load(record_ptr + 1), first_q, rows_q, len_q, first_k, rows_k, len_k
+
+
+@triton.jit
+def matrix_of(ptr, b, h, stride_b, stride_h, stride_m, stride_n, ALIGN: tl.constexpr):
+    """A bias or mask at one batch item and head. As for heads, outer strides count ALIGN elements, so that rows are read 16 bytes at once."""
+    return ptr + (b * stride_b + h * stride_h) * ALIGN, stride_m * ALIGN, 1 if stride_n is None else stride_n
+
+
+@triton.jit
+def load_matrix(matrix, offs_m, offs_n, span, TRANSPOSED: tl.constexpr, CUT: tl.constexpr):
+    """A tile of a bias or mask, 0 outside, or None: read along its rows either way round, [M, N] or [N, M]. CUT: keys may lie outside, and
+    every element needs a check of its own.
 
     Called before the product whose scores it meets: the compiler settles a conflict of register layouts in favour of what comes last,
     and a softmax in the layout of the load would exchange every row between all lanes.
     """
     tile = None
     if matrix is not None:
-        inside = (offs_m < span[0])[:, None] & (offs_n < span[1])[None, :]
-        tile = tl.load(matrix_pointers(matrix, offs_m, offs_n), mask=inside, other=0)
+        tile = tl.load(matrix_pointers(matrix, offs_m, offs_n), mask=inside_matrix(offs_m, offs_n, span, CUT), other=0)
         tile = tile.T if TRANSPOSED else tile
     return tile
+
+
+@triton.jit
+def inside_matrix(offs_m, offs_n, span, CUT: tl.constexpr):
+    inside = (offs_m < span[0])[:, None]
+    return inside & (offs_n < span[1])[None, :] if CUT else inside
 
 
 @triton.jit
@@ -111,9 +144,9 @@ def matrix_pointers(matrix, offs_m, offs_n):
 
 
 @triton.jit
-def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr):
+def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys that queries [m0, m0 + BLOCK_M) see, as the ends of three stretches of tiles: those that a window's left end may cut, those
-    that need no mask, those that its right end or the length may cut. DENSE: a mask or bias may cut anywhere, all is the last stretch."""
+    neither cuts, those that its right end or the length may cut."""
     len_q, len_k, window_left, window_right = span
     first = m0 + len_k - len_q  # positions of the first and the last query
     last = tl.minimum(m0 + BLOCK_M, len_q) - 1 + len_k - len_q
@@ -125,12 +158,12 @@ def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE
         lo = tl.maximum(first - window_left, 0) // BLOCK_N * BLOCK_N
         full_lo = tl.cdiv(tl.maximum(tl.minimum(last - window_left, hi), 0), BLOCK_N) * BLOCK_N
     hi = tl.where(m0 < len_q, hi, lo)
-    full_hi = lo if DENSE else tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo)
+    full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo)
     return lo, full_lo, full_hi, hi
 
 
 @triton.jit
-def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr, TAIL: tl.constexpr):
+def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr):
     """Queries that see keys [n0, n0 + BLOCK_N), as `key_tile_range`, with the stretch that the right end cuts first. TAIL: the last
     one is walked; without it queries past the length are harmless, being loaded as zeros with an LSE of +inf."""
     len_q, len_k, window_left, window_right = span
@@ -144,9 +177,7 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEN
         hi = tl.minimum(hi, last + window_left + 1)
         full_hi = tl.minimum(full_hi, first + window_left + 1)
     hi = tl.where(n0 < len_k, hi, lo)
-    if DENSE:
-        full_hi = lo
-    elif TAIL:
+    if TAIL:
         full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_M * BLOCK_M, full_lo)
     else:
         full_hi = hi
@@ -158,16 +189,16 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEN
 
 @triton.jit
 def visible(
-    offs_m, offs_n, span, mask_tile, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+    offs_m, offs_n, span, mask_tile, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
     len_q, len_k, window_left, window_right = span
     rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
     seen = (rows < len_q) | (not CHECK_ROWS)
-    if CHECK_COLS:
+    if CHECK_COLS and CUT:
         seen &= cols < len_k
-    if window_left is not None:
+    if window_left is not None and CUT:
         seen &= cols >= rows + (len_k - len_q - window_left)
-    if window_right is not None:
+    if window_right is not None and CUT:
         seen &= cols <= rows + (len_k - len_q + window_right)
     if mask_tile is not None:
         seen &= mask_tile != 0
@@ -176,11 +207,13 @@ def visible(
 
 @triton.jit
 def scores(
-    qk, offs_m, offs_n, span, rules, bias_tile, mask_tile,
-    NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
+    qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores with -inf where hidden, and the softcapped products before anything was added (for the derivative of the cap)."""
-    scale, softcap, slope = rules
+    """Scores with -inf where hidden; also the softcapped products before anything was added, for the derivative of the cap, and the
+    scores that the score function got, for its own."""
+    scale, softcap, slope, program = rules
     s = qk * scale if NATURAL else qk
     if softcap is not None:
         s = softcap * tanh(s / softcap)
@@ -188,13 +221,18 @@ def scores(
     if slope is not None:
         s -= slope * distances(offs_m, offs_n, span, TRANSPOSED)
     if MASKED:
-        seen = visible(offs_m, offs_n, span, mask_tile, CHECK_ROWS, CHECK_COLS, TRANSPOSED)
+        seen = visible(offs_m, offs_n, span, mask_tile, CHECK_ROWS, CHECK_COLS, TRANSPOSED, CUT)
         if bias_tile is not None:
             seen &= bias_tile != NEG_INF
             s += bias_tile.to(tl.float32)
-        # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
+    raw = s
+    if SCORE_MOD != "":
+        s = run_program(SCORE_MOD, program, raw, None, offs_m, offs_n, span, TRANSPOSED)
+    if MASKED:
+        if MASK_MOD != "":
+            seen &= run_program(MASK_MOD, program, None, None, offs_m, offs_n, span, TRANSPOSED)
         s = tl.where(seen, s, NEG_INF)
-    return s, capped
+    return s, capped, raw
 
 
 @triton.jit
@@ -210,15 +248,6 @@ def distances(offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
     """|p - j|: how far each key is from its query's position, for ALiBi."""
     rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
     return tl.abs(rows + (span[1] - span[0]) - cols).to(tl.float32)
-
-
-@triton.jit
-def tanh(x):
-    """Within 2 ulp everywhere: a polynomial where 1 - 2 / (e^2x + 1) would cancel. Portable, unlike the vendors' libraries."""
-    z = x * x
-    small = x + x * z * (-0.3333333 + z * (0.13332924 + z * (-0.05387514 + z * (0.02111621 - z * 0.00627639))))
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
-    return tl.where(tl.abs(x) < 0.6, small, tl.where(x < 0, -large, large))
 
 
 # ---- softmax
@@ -294,6 +323,14 @@ def score_gradient(p, dp, delta, MASKED: tl.constexpr):
 
 
 @triton.jit
+def program_gradient(ds, raw, offs_m, offs_n, span, rules, SCORE_GRAD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """From the gradient of the scores to that of what the score function got. Hidden pairs have 0, and keep it whatever was there."""
+    if SCORE_GRAD != "":
+        ds = run_program(SCORE_GRAD, rules[3], raw, ds, offs_m, offs_n, span, TRANSPOSED)
+    return ds
+
+
+@triton.jit
 def product_gradient(ds, capped, rules):
     """From the gradient of the scores to that of `scale·q·k`: back through the softcap."""
     softcap = rules[1]
@@ -306,17 +343,21 @@ def product_gradient(ds, capped, rules):
 @triton.jit
 def tile_gradient(
     q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
-    BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
-    bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-    mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+    bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
+    mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
-    s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, CHECK_ROWS, True, False, MASKED)
+    s, capped, raw = scores(
+        qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, CHECK_ROWS, True, False, CUT, MASKED)  # fmt: skip
     if rest is not None:
         rest = rest[:, None]
     p = probabilities(s, lse[:, None], rest, base2, NATURAL)
     dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
     if drop is not None:
         dp = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), dp * keep_scale, 0.0)
-    return score_gradient(p, dp, delta[:, None], MASKED), s, capped
+    ds = score_gradient(p, dp, delta[:, None], MASKED)
+    return program_gradient(ds, raw, offs_m, offs_n, span, rules, SCORE_GRAD, False), s, capped
