@@ -281,7 +281,12 @@ def run_checks(names: list[str], limit: float, jobs: int) -> list[str]:
 
 def tried_tiles() -> dict[str, tuple[int, object]]:
     """Tiles to time: name -> (head dim, tile); the shipped ones first."""
-    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"]), "256 early": (256, replace(TILES["256"], early_dv=True))}
+    return {
+        "128": (128, TILES["128"]),
+        "64": (64, TILES["64"]),
+        "256": (256, TILES["256"]),
+        "256 early": (256, replace(TILES["256"], early_dv=True)),
+    }
 
 
 def time_grid(a: argparse.Namespace) -> int:
@@ -345,7 +350,9 @@ def time_grid(a: argparse.Namespace) -> int:
                         x.fill_(float("nan"))
                     candidate()
                     pairs = zip((grads.dq, grads.dk, grads.dv), wanted, strict=True)
-                    if name not in ("cudnn", "rows only") and not all((x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in pairs):
+                    if name not in ("cudnn", "rows only") and not all(
+                        (x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in pairs
+                    ):
                         print(f"d{dim} {seqlen} causal={causal} {name}: WRONG")
                         del candidates[name]
                 times: dict[str, list[float]] = {name: [] for name in candidates}
