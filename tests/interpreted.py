@@ -169,6 +169,29 @@ def test_only_needed_gradients_are_computed(wanted):
         assert torch.equal(gradient, everything[name]), name
 
 
+@pytest.mark.parametrize("block_m, block_n", sliced([(16, 16), (64, 32), (32, 64)]))
+def test_tile_status(block_m, block_n):
+    """What programs show in tiles, against torch's evaluation of the same programs: in a band, per item and head, with captured tensors."""
+    from tilewise import tile_status
+    from tilewise.kernels.triton.tile_status import evaluate
+
+    ids = torch.arange(90) // 25
+    rules = (
+        masks.SlidingWindow(33, 2),
+        masks.Dilated(3, 30) | masks.FirstKeys(20),
+        masks.Custom(lambda b, h, q, k: (q - k + 7 * h + 3 * b) % 40 < 20),
+        masks.Custom(lambda b, h, q, k: (ids[k] == b) & (q >= 0)),
+        masks.Full(),
+    )
+    for rule in rules:
+        grid = tile_status.Grid(150, 90, block_m, block_n, *rule.implied_window())
+        text, captured = rule.program(150, 90)
+        status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
+        status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
+        found = evaluate(text, captured, status, grid.base(status.device), 150, 90, block_m, block_n)
+        assert torch.equal(found, tile_status._evaluate_unknown(text, captured, status, grid)), rule
+
+
 BIAS_SHAPES = [(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]
 
 
