@@ -35,7 +35,22 @@ TARGETS = {
 }
 KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
-FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "program", "lists", "everything")
+FEATURES = (
+    "plain",
+    "causal",
+    "window",
+    "mask",
+    "bias",
+    "softcap",
+    "alibi",
+    "dropout",
+    "sink",
+    "seqused",
+    "gqa",
+    "program",
+    "lists",
+    "everything",
+)
 
 # What `kernels.triton.emission` makes of score + table[h, q_idx - kv_idx + n] * gate[h], of its derivative with gradients of both tensors,
 # and of (documents[b, q_idx] == documents[b, kv_idx]) & (q_idx >= kv_idx).
@@ -118,7 +133,8 @@ def config_of(case: Case, configs):
 
 def estimated_shared(case: Case, configs) -> int:
     block = configs.padded(case.head_dim)
-    return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block)
+    used = frozenset(feature for feature in FEATURES if case.has(feature))
+    return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block, used)
 
 
 def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dict]:

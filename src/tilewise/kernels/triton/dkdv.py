@@ -19,8 +19,8 @@ from .tiles import (
     head_of,
     hide_rows,
     load_matrix,
-    matrix_of,
     load_tile,
+    matrix_of,
     probabilities,
     product_gradient,
     program_gradient,
@@ -50,7 +50,7 @@ def walk_queries(
     MASKED: tl.constexpr = CUT or DENSE
     RULED: tl.constexpr = CUT or LIST_M == 0
     # A stretch at the ends has few tiles: without a pipeline it leaves registers to the stretch that matters.
-    EDGE: tl.constexpr = CUT and not DENSE and LIST_M == 0
+    EDGE: tl.constexpr = CUT and not DENSE
     len_q = span[0]
     for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
         m0 = at if LIST_M == 0 else listed_start(listed, at, LIST_M, CUT)
@@ -103,7 +103,8 @@ def one_head_dkdv(
     dropout_threshold, keep_scale, captured_ptr, captured_sizes, lists_ptr, list_sizes, size_q,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr,
+    TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
@@ -194,7 +195,8 @@ def attention_dkdv(
                 slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k * group + g, n0, heads, row_blocks, size_k, span, scale,
                 softcap, (unit, unit_exact), dropout_threshold, keep_scale, captured_ptr, captured_sizes, lists_ptr, list_sizes, size_q,
                 SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
+                dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE,
+                PRECISION)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
             dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
@@ -204,7 +206,8 @@ def attention_dkdv(
             slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k, n0, heads, row_blocks, size_k, span, scale,
             softcap, (unit, unit_exact), dropout_threshold, keep_scale, captured_ptr, captured_sizes, lists_ptr, list_sizes, size_q,
             SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-            dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
+            dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE,
+            PRECISION)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
         dk_head = (head_of(dk_ptr, b, head_k, stride_dkb, stride_dkh, ALIGN, False), stride_dks * ALIGN, stride_dkd, b, head_k)

@@ -11,7 +11,7 @@ import triton.language as tl
 from . import configs
 from .configs import FORWARD
 from .launch import RUNTIME, Launch, alignment, contiguous, strides
-from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, matrix_of, load_tile, scores, used_length
+from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, matrix_of, scores, used_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,8 @@ def lse_rest(
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum of exp(s - lse), the sink's part included: 0 but for rounding in most rows, whose tiles then walk no key."""
     num_m = row_blocks * (ROW_BLOCK // BLOCK_M)
@@ -68,7 +69,8 @@ def lse_rest(
             mask_tile = load_matrix(mask, offs_m, offs_n, span, False, True)
             qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
             s, _, _ = scores(
-                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True, True)  # fmt: skip
+                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True,
+                True)  # fmt: skip
             total += tl.sum(tl.exp2((s - lse[:, None]) * LOG2E), 1)
     rest = tl.where(large, tl.log2(total), 0.0)
     tl.store(rest_ptr + tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), rest)

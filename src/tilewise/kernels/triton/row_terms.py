@@ -69,7 +69,7 @@ def row_terms(
 
 
 def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, dsink: Tensor | None) -> RowTerms:
-    """Launch `row_terms` and finish the sink's gradient. """
+    """Launch `row_terms` and finish the sink's gradient."""
     rest = lse_rest_of(call, t, saved.lse)
     row_tiles = triton.cdiv(call.size_q, ROW_BLOCK) * (ROW_BLOCK // BLOCK_M)
     row_lse, delta = (saved.lse.new_empty(call.batch, call.heads, row_tiles * BLOCK_M) for _ in range(2))
