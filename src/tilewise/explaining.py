@@ -71,7 +71,7 @@ def explain(
         An `Explanation`, which prints well.
 
     Raises:
-        What `attention` would raise for the same arguments, `UnsupportedAttention` included.
+        UnsupportedAttention: and whatever else `attention` would raise for the same arguments.
 
     Example:
         >>> q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
@@ -89,7 +89,7 @@ def explain(
     if args["backend"] == "reference":
         chosen = plan.Plan("reference")
     else:
-        chosen = plan.select(t, r, args["backend"], request=request, target=target)
+        chosen = plan.select(t, r, args["backend"], request=request, target=target, warn=False)
     batch, heads, seqlen_q, head_dim = t.q.shape
     problem = cost.Problem(
         batch=batch,
@@ -129,7 +129,11 @@ def _target(device: str | torch.device | None, own: torch.device) -> tuple[plan.
         return plan.Target("cuda", named.capability, named.name, hip=named.hip, shared_memory=named.shared_memory), named
     if device is None and own.type == "meta":
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    target = plan.target_of(torch.device(device) if device is not None else own)
+    try:
+        target = plan.target_of(torch.device(device) if device is not None else own)
+    except RuntimeError as error:  # torch's own parser: no such device, or none of that kind here
+        known = ", ".join(repr(one.name) for one in cost.DEVICES)
+        raise ValueError(f"device is {device!r}; it must be a torch device of this machine, such as 'cpu', or one of {known}") from error
     return target, cost.device_named(target.name) if target.name else None
 
 

@@ -38,6 +38,10 @@ class Operands:
     dropout_seed: Tensor | None = None  # int64, 0-d
     captured: tuple[Tensor, ...] = ()  # what the traced programs of `Rules` read
     blocks: TileLists | None = None  # which tiles `mask` and the mask program leave, and which they leave whole; changes no result
+    # Packed sequences: q, k and v are one row, (1, H, total, D), of which sequence b owns rows [cu_seqlens[b], cu_seqlens[b + 1]). Every
+    # other B then counts sequences, and the Sq and Sk of a bias or mask are the most queries and keys that a sequence may have.
+    cu_seqlens_q: Tensor | None = None  # int32 (sequences + 1,)
+    cu_seqlens_k: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,22 +191,23 @@ def select(
     *,
     request: Request = _PLAIN,
     target: Target | None = None,
+    warn: bool = True,
 ) -> Plan:
-    """Chooses the backend of one call.
+    """Chooses the backend of one call; with `warn`, says once for each reason that a GPU call falls to plain PyTorch.
 
     Raises:
         UnsupportedAttention: the backend that was named cannot serve the call; the message says why, and which can.
     """
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
-    if backend == "hopper" and request.backward:
-        backend = "auto"  # the Hopper kernels compute the forward pass; gradients come from the fastest that has them
+    if backend == "hopper" and request.backward and why_not(backend, t, r, request, target) is not None:
+        backend = "auto"  # the Hopper kernels differentiate less than they compute; the other gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:
             raise UnsupportedAttention(
                 f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves "
-                f"it with {select(t, r, request=request, target=target).backend!r}."
+                f"it with {select(t, r, request=request, target=target, warn=False).backend!r}."
             )
         return Plan(backend)
     declined = []
@@ -212,7 +217,7 @@ def select(
             break
         declined.append((candidate, reason))
     chosen = Plan(candidate, tuple(declined))
-    if candidate == "tiled" and target.type in ("cuda", "xpu"):
+    if warn and candidate == "tiled" and target.type in ("cuda", "xpu"):
         _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
     return chosen
 

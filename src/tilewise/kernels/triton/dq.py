@@ -12,6 +12,7 @@ from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DQ
 from .launch import RUNTIME, Launch, alignment, describable, matrix_alignment, matrix_strides, source, strides
+from .packed import query_tiles
 from .row_terms import RowTerms
 from .tiles import (
     NEG_INF,
@@ -21,9 +22,11 @@ from .tiles import (
     hide_rows,
     inside_matrix,
     key_tile_range,
+    load_rows,
     load_tile,
     matrix_of,
     matrix_pointers,
+    packed_tile,
     product_gradient,
     store_tile,
     tile_gradient,
@@ -85,7 +88,7 @@ def attention_dq(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, dcaptured_ptr, lists_ptr, list_sizes,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, dcaptured_ptr, lists_ptr, list_sizes,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, DBIAS_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr,
@@ -93,21 +96,31 @@ def attention_dq(
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
-    num_m = tl.cdiv(size_q, BLOCK_M)
-    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
-    if window_right is not None and LIST_N == 0:
-        tile = num_m - 1 - tile
-    b, h = bh // heads, bh % heads
-    if LIST_N > 0:
-        tile = ordered_tile(tile, lists_ptr, list_sizes, b, h)
-    m0 = tile * BLOCK_M
-    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    if tiles_ptr is None:
+        num_m = tl.cdiv(size_q, BLOCK_M)
+        tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+        if window_right is not None and LIST_N == 0:
+            tile = num_m - 1 - tile
+        b, h = bh // heads, bh % heads
+        if LIST_N > 0:
+            tile = ordered_tile(tile, lists_ptr, list_sizes, b, h)
+        m0 = tile * BLOCK_M
+        len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+        item, head, first_q, first_k, rows_q = b, bh, None, None, size_q
+    else:
+        slot, h = tl.program_id(0) % slots, tl.program_id(0) // slots
+        b, m0, first_q, rows_q, len_q, first_k, _rows_k, len_k = packed_tile(tiles_ptr + slot * 8)
+        if b < 0:
+            return
+        item, head = 0, h
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    q_head = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
-    k_head = (head_of(k_ref, b, h // group, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, h // group)
-    v_head = (head_of(v_ref, b, h // group, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, h // group)
-    do_head = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
+    at_q = (item, h, first_q)
+    q_head = (head_of(q_ref, at_q, stride_qb, stride_qh, stride_qs, ALIGN, TMA), stride_qs * ALIGN, stride_qd, at_q)
+    at_k = (item, h // group, first_k)
+    k_head = (head_of(k_ref, at_k, stride_kb, stride_kh, stride_ks, ALIGN, TMA), stride_ks * ALIGN, stride_kd, at_k)
+    v_head = (head_of(v_ref, at_k, stride_vb, stride_vh, stride_vs, ALIGN, TMA), stride_vs * ALIGN, stride_vd, at_k)
+    do_head = (head_of(do_ref, at_q, stride_dob, stride_doh, stride_dos, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, at_q)
     bias, mask, slope, drop, program, dbias = None, None, None, None, None, None
     if bias_ptr is not None:
         bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
@@ -123,16 +136,19 @@ def attention_dq(
         program = (captured_ptr, captured_sizes, dcaptured_ptr, b, h, size_q - 1, size_k - 1)
     rules = (scale, softcap, slope, program)
     base2 = (unit, unit_exact)
-    rows = bh.to(tl.int64) * size_q + offs_m
-    padded_rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+    rows = head.to(tl.int64) * size_q + offs_m
+    padded_rows = head.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+    if first_q is not None:
+        rows, padded_rows = rows + first_q, padded_rows + first_q
     inside = offs_m < len_q
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
     do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
-    lse = tl.load(row_lse_ptr + padded_rows)
+    PACKED: tl.constexpr = tiles_ptr is not None
+    lse = load_rows(row_lse_ptr + padded_rows, offs_m, len_q, float("inf"), PACKED)
     rest = None
     if rest_ptr is not None:
-        rest = tl.load(rest_ptr + padded_rows)
-    delta = tl.load(delta_ptr + padded_rows)
+        rest = load_rows(rest_ptr + padded_rows, offs_m, len_q, 0.0, PACKED)
+    delta = load_rows(delta_ptr + padded_rows, offs_m, len_q, 0.0, PACKED)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     bias_rows = tl.zeros([BLOCK_M], tl.float32)
     slope_rows = tl.zeros([BLOCK_M], tl.float32)
@@ -152,12 +168,12 @@ def attention_dq(
                 TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
-        dq_head = (head_of(dq_ptr, b, h, stride_dqb, stride_dqh, ALIGN, False), stride_dqs * ALIGN, stride_dqd, b, h)
-        store_tile(dq_head, tl.where(inside[:, None], dq * scale, 0.0), m0, size_q, BLOCK_M, BLOCK_D, D)
+        dq_head = (head_of(dq_ptr, at_q, stride_dqb, stride_dqh, stride_dqs, ALIGN, False), stride_dqs * ALIGN, stride_dqd, at_q)
+        store_tile(dq_head, tl.where(inside[:, None], dq * scale, 0.0), m0, rows_q, BLOCK_M, BLOCK_D, D)
     if bias_rows_ptr is not None:
-        tl.store(bias_rows_ptr + rows, tl.where(inside, bias_rows, 0.0), mask=offs_m < size_q)
+        tl.store(bias_rows_ptr + rows, tl.where(inside, bias_rows, 0.0), mask=offs_m < rows_q)
     if slope_rows_ptr is not None:
-        tl.store(slope_rows_ptr + rows, tl.where(inside, slope_rows, 0.0), mask=offs_m < size_q)
+        tl.store(slope_rows_ptr + rows, tl.where(inside, slope_rows, 0.0), mask=offs_m < rows_q)
 
 
 def launch_dq(
@@ -168,10 +184,15 @@ def launch_dq(
     to the gradients of captured tensors, float32 and contiguous."""
     wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     config = call.config(DQ)
+    if call.repeat(attention_dq, (dout, dq, rows.lse, rows.rest, rows.delta, bias_rows, slope_rows, dbias), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
-    attention_dq[(triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads,)](
+    tiles = query_tiles(call, config.block_m)
+    call.run(
+        attention_dq,
+        tiles.count * call.heads,
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -189,7 +210,8 @@ def launch_dq(
         *strides(t.v, align),
         *strides(dout, align),
         *strides(dq, align),
-        **call.rule_arguments(),
+        **call.rule_arguments,
+        **tiles.arguments(),
         **call.key_lists(config),
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         dcaptured_ptr=tuple(dcaptured) if wanted else None,

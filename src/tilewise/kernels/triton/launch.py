@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .configs import DBIAS, Config, architecture, choose, features, padded, shared_limit
+from ..kernel_cache import prepare
+from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
+from .recipes import Launcher, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,11 +18,16 @@ if TYPE_CHECKING:
     from ...plan import Operands, Rules
     from .emission import Facts
 
+__all__ = ["RUNTIME", "Launch", "run"]
+
+prepare()
+
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
+RUNTIME += ["slots", "sequences", "most_q", "most_k", "size", "total", "shared"]
 RUNTIME += ["captured_sizes", "list_sizes"]  # whose elements see to that themselves: `emission.encoded`
 
 NO_LISTS: dict[str, Any] = {"lists_ptr": None, "list_sizes": None, "LIST_M": 0, "LIST_N": 0}
@@ -38,12 +46,21 @@ def power_of_two_at_least(x: float) -> float:
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else min(exponent, 127))
 
 
-class Launch:
+class Launch(Launcher):
     """The choices of one call that its kernels share, and their arguments."""
 
     def __init__(self, t: Operands, r: Rules) -> None:
+        # Packed sequences, lists and programs come with arguments that are made anew for every call.
+        same = t.cu_seqlens_q is None and t.blocks is None and not t.captured
+        optional = (t.bias, t.mask, t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k, t.dropout_seed)
+        super().__init__((t.q, t.k, t.v, *optional), (r,) if same and t.q.is_cuda else None)
         self.t, self.r = t, r
         self.batch, self.heads, self.size_q, self.d = t.q.shape
+        self.sequences = None if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
+        self.items = self.batch if self.sequences is None else self.sequences  # what a bias or slopes may tell apart
+        # Packed lengths are in the records of tiles; kernels that have none need no lengths.
+        self.seqused_q, self.seqused_k = (None if self.sequences is not None else contiguous(x) for x in (t.seqused_q, t.seqused_k))
+        self.rows_padded = -(-self.size_q // ROW_BLOCK) * ROW_BLOCK
         self.heads_k, self.size_k, self.dv = t.v.shape[1:]
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
@@ -59,18 +76,20 @@ class Launch:
         self.natural = t.q.element_size() == 4 or not raw_scores(r.softmax_scale, r.softcap, added)
         # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
+        # Beyond a packed sequence lies another one.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
-        self.sanitize = unseen or any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
-        self.sanitize |= bool(r.score_mod or r.mask_mod) or t.blocks is not None
+        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q, t.blocks)
+        self.sanitize = unseen or any(x is not None for x in hiding) or r.window_left >= 0
+        self.sanitize |= bool(r.score_mod or r.mask_mod)
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
 
     def _emit(self) -> None:
         from . import emission
 
         t, r = self.t, self.r
-        ragged = t.seqused_q is not None or t.seqused_k is not None
+        ragged = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
         self._facts = tuple(map(emission.facts, t.captured))
-        self._indices = emission.sizes(self.batch, self.heads, self.size_q, self.size_k, ragged)
+        self._indices = emission.sizes(self.items, self.heads, self.size_q, self.size_k, ragged)
         if r.score_mod:
             self.score_mod = emission.forward_text(r.score_mod, self._facts, self._indices)
             self.dense |= emission.may_hide(r.score_mod)
@@ -142,12 +161,14 @@ class Launch:
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which need not be that of the tensors."""
-        if self.t.q.device.type != "cuda":
-            return nullcontext()
         import torch
 
-        return torch.cuda.device(self.t.q.device)
+        device = self.t.q.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return nullcontext()
+        return torch.cuda.device(device)
 
+    @functools.cached_property
     def rule_arguments(self) -> dict[str, Any]:
         """Everything but the tiles' own tensors, by the kernels' parameter names."""
         t, r = self.t, self.r
@@ -157,8 +178,8 @@ class Launch:
             "slopes_ptr": slopes,
             "stride_slopes_b": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
             "stride_slopes_h": 0 if slopes is None else slopes.stride(1),
-            "seqused_q_ptr": contiguous(t.seqused_q),
-            "seqused_k_ptr": contiguous(t.seqused_k),
+            "seqused_q_ptr": self.seqused_q,
+            "seqused_k_ptr": self.seqused_k,
             "seed_ptr": t.dropout_seed if r.dropout_p > 0.0 else None,
             "heads": self.heads,
             "group": self.heads // max(self.heads_k, 1),
@@ -200,7 +221,27 @@ def as_bytes(x: Tensor | None) -> Tensor | None:
 
 def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     """Strides with 0 for every dimension of size 1."""
-    return (0,) * 4 if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    return (0,) * 4 if x is None else used_strides(x.shape, x.stride())
+
+
+# What follows from sizes and strides alone is kept: in training and serving the same ones come again and again.
+
+
+@functools.lru_cache(maxsize=4096)
+def used_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_aligned(shape: tuple[int, ...], stride: tuple[int, ...], step: int) -> bool:
+    """Whether every row starts at a multiple of ``step`` elements, and neighbours in it are adjacent."""
+    adjacent = shape[3] == 1 or stride[3] == 1
+    return adjacent and all(s % step == 0 for s in used_strides(shape, stride)[:3])
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_describable(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return rows_aligned(shape, stride, 8) and 0 not in shape and all(n == 1 or s > 0 for n, s in zip(shape[:3], stride[:3], strict=True))
 
 
 def matrix_strides(x: Tensor | None, align: int = 1) -> tuple[int | None, ...]:
@@ -220,8 +261,7 @@ def matrix_alignment(x: Tensor | None) -> int:
 def alignment(*tensors: Tensor) -> int:
     """How many elements divide every stride and 16 bytes in all of `tensors`: 16 bytes' worth, or 1."""
     step = 16 // min(x.element_size() for x in tensors)
-    outer = [s for x in tensors for s in broadcast_strides(x)[:3]]
-    aligned = all(s % step == 0 for s in outer) and all(inner_stride(x) is None and x.data_ptr() % 16 == 0 for x in tensors)
+    aligned = all(x.data_ptr() % 16 == 0 and rows_aligned(x.shape, x.stride(), step) for x in tensors)
     return step if aligned else 1
 
 
@@ -234,20 +274,13 @@ def strides(x: Tensor | None, align: int) -> tuple[int | None, ...]:
     """(batch, head, row) strides in units of ``align`` elements, and the inner one as `inner_stride` gives it."""
     if x is None:
         return 0, 0, 0, None
-    b, h, s, _ = broadcast_strides(x)
+    b, h, s, _ = used_strides(x.shape, x.stride())
     return b // align, h // align, s // align, inner_stride(x)
 
 
 def describable(*tensors: Tensor) -> bool:
     """Whether tensor descriptors can address all of these: 16-byte rows, no broadcast dimension, nothing empty."""
-    return all(
-        x.numel() > 0
-        and x.element_size() == 2
-        and inner_stride(x) is None
-        and x.data_ptr() % 16 == 0
-        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-        for x in tensors
-    )
+    return all(x.element_size() == 2 and x.data_ptr() % 16 == 0 and rows_describable(x.shape, x.stride()) for x in tensors)
 
 
 def source(x: Tensor, rows: int, cols: int, by_descriptor: bool) -> Any:

@@ -1,0 +1,151 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, argument for argument, computed by `tilewise.attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..checks import typed
+from ..errors import UnsupportedAttention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Exact attention with torch's signature and meaning, in O(N) memory on every device.
+
+    As in torch, ``is_causal`` is aligned top-left (query i sees keys j <= i, whatever the two lengths are) and ``dropout_p`` acts on every
+    call: pass 0 outside training. A query whose keys are all masked gives 0. ``attn_mask`` and ``is_causal`` together are AND-ed.
+
+    Args:
+        query: ``(..., Hq, L, E)``; fewer dimensions, ``(L, E)`` or ``(Hq, L, E)``, will do. float16, bfloat16, float32 (float64 on CPU).
+        key: ``(..., H, S, E)``. Leading dimensions broadcast against those of ``query``.
+        value: ``(..., H, S, Ev)``.
+        attn_mask: broadcasts to ``(..., Hq, L, S)``; bool with True = takes part, or floating and added to the scores. Never copied.
+        dropout_p: probability in [0, 1) of dropping a probability; the bits come from torch's generator but are not torch's.
+        is_causal: query i sees keys j <= i.
+        scale: default ``1 / sqrt(E)``.
+        enable_gqa: Hq may be a multiple of H: query head h reads key head ``h // (Hq // H)``.
+
+    Returns:
+        ``(..., Hq, L, Ev)``.
+
+    Raises:
+        ValueError: shapes that do not fit. TypeError: a wrong dtype. UnsupportedAttention: a combination that cannot be served, such as a
+        mask of rank 5 whose strides would make it be copied.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+        >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        torch.Size([2, 8, 16, 64])
+    """
+    inputs = {"query": query, "key": key, "value": value}
+    for name, x in inputs.items():
+        if typed(name, x, Tensor).ndim < 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have rank 2 or more, (..., L, E)")
+    q, k, v = _broadcast(query, key, value, enable_gqa)
+    mask = None if attn_mask is None else typed("attn_mask", attn_mask, Tensor)
+    window_right = -1
+    if is_causal:
+        num_queries, num_keys = q.shape[-2], k.shape[-2]
+        if num_queries < num_keys:  # keys past the last query are seen by none
+            k, v = k[..., :num_queries, :], v[..., :num_queries, :]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :num_queries]
+        window_right = max(num_queries - num_keys, 0)  # j <= i, counted from p = i + num_keys - num_queries
+    leading = q.shape[max(4 - max(x.ndim for x in inputs.values()), 0) : -2]
+    folding = _Folding(q, mask)
+    q, k, v = folding.fold(q), folding.fold(k), folding.fold(v)
+    boolean = mask is not None and mask.dtype == torch.bool
+    out = attention(
+        q,
+        k,
+        v,
+        window_size=(-1, window_right),
+        mask=folding.mask if boolean else None,
+        bias=None if boolean else folding.mask,
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        layout="bhsd",
+    )
+    return folding.unfold(out).reshape(*leading, *out.shape[2:])
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of rank 4 or more with equal leading dimensions, as views; the head counts are left to grouped-query attention."""
+    rank = max(4, query.ndim, key.ndim, value.ndim)
+    q, k, v = (x[(None,) * (rank - x.ndim)] for x in (query, key, value))
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads:
+        if enable_gqa or 1 not in (kv_heads, v.shape[-3]):
+            raise ValueError(f"key has {kv_heads} heads but value has {v.shape[-3]}; they must agree")
+        kv_heads = max(kv_heads, v.shape[-3])
+    if heads != kv_heads and kv_heads != 1 and not enable_gqa:
+        if heads != 1:
+            raise ValueError(
+                f"query has {heads} heads and key has {kv_heads}; they must agree, or pass enable_gqa=True to share each key head among "
+                "several query heads"
+            )
+        heads = kv_heads
+    try:
+        leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        raise ValueError(f"query, key and value have shapes {shapes}; the dimensions before the last two must broadcast") from None
+    q = q.expand(*leading, heads, *q.shape[-2:])
+    return q, k.expand(*leading, kv_heads, *k.shape[-2:]), v.expand(*leading, kv_heads, *v.shape[-2:])
+
+
+class _Folding:
+    """Leading dimensions folded into a batch and, together with the heads, into more heads, so that the mask is read in place.
+
+    A mask of rank 4 varies along the batch or not, and along the heads or not. So the dimensions along which a mask of higher rank varies
+    as it does along the heads join the heads, the others the batch. Head h of group g reads key head h // group in either case.
+    """
+
+    def __init__(self, q: Tensor, mask: Tensor | None) -> None:
+        self.sizes = q.shape[:-3]
+        self.outer, self.inner = list(range(len(self.sizes))), []
+        self.mask = mask
+        if mask is None or (q.ndim == 4 and mask.ndim <= 4):
+            return
+        given, rank = tuple(mask.shape), q.ndim
+        wanted = (*q.shape[:-2], *mask.shape[-2:])
+        mask = mask[(None,) * (rank - mask.ndim)]
+        if mask.ndim > rank or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)):
+            raise ValueError(f"attn_mask has shape {given}, which does not broadcast to (..., Hq, L, S) with leading {wanted[:-2]}")
+        for dim in range(rank - 2):
+            if mask.stride(dim) == 0:  # expanded by the caller
+                mask = mask.narrow(dim, 0, 1)
+        varies = [size != 1 for size in mask.shape[:-2]]
+        self.inner = [dim for dim in self.outer if varies[dim] == varies[-1]]
+        self.outer = [dim for dim in self.outer if varies[dim] != varies[-1]]
+        mask = mask.permute(*self.outer, *self.inner, rank - 3, rank - 2, rank - 1)
+        cut = len(self.outer)
+        try:
+            self.mask = mask.view(mask.shape[:cut].numel(), mask.shape[cut:-2].numel(), *mask.shape[-2:])
+        except RuntimeError:
+            raise UnsupportedAttention(
+                f"attn_mask has shape {given} and strides that do not let its leading dimensions be read as a batch and heads, so it would "
+                "have to be copied; pass attn_mask.contiguous()"
+            ) from None
+
+    def fold(self, x: Tensor) -> Tensor:
+        rank, cut = x.ndim, len(self.outer)
+        x = x.permute(*self.outer, *self.inner, rank - 3, rank - 2, rank - 1)
+        return x.reshape(x.shape[:cut].numel(), x.shape[cut:-2].numel(), *x.shape[-2:])
+
+    def unfold(self, out: Tensor) -> Tensor:
+        order = self.outer + self.inner
+        if order == sorted(order):
+            return out
+        rank = len(order)
+        out = out.view(*(self.sizes[dim] for dim in order), -1, *out.shape[-2:])
+        return out.permute(*(order.index(dim) for dim in range(rank)), rank, rank + 1, rank + 2)
