@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,8 @@ RULES = (
     "backend",
 )
 BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none, and the sizes of its tiles
+# The last arguments of both ops, None unless the sequences are packed.
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
@@ -49,20 +52,22 @@ _RULE_SCHEMA = (
     "str score_mod, str mask_mod, str layout, str backend"
 )
 _BLOCK_SCHEMA = "Tensor[] blocks, int block_m, int block_n"
+_PACKED_SCHEMA = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux, {_BLOCK_SCHEMA}) "
+    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux, {_BLOCK_SCHEMA}, {_PACKED_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs, {_BLOCK_SCHEMA}) -> Tensor[]",
+    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs, {_BLOCK_SCHEMA}, {_PACKED_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux", *BLOCKS)
-_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs", *BLOCKS)
+_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux", *BLOCKS, *PACKED)
+_RESULTS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy")
+_BACKWARD_ARGS = (*_RESULTS, *OPERANDS, *RULES, "allow_tf32", "needs", *BLOCKS, *PACKED)
 
 
 def float32_precision_allows_tf32() -> bool:
@@ -104,7 +109,11 @@ def operands(args: dict[str, Any]) -> Operands:
         tensors["alibi_slopes"] = tensors["alibi_slopes"][None]
     tensors["captured"] = tuple(tensors["captured"])
     lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
-    return Operands(**tensors, blocks=lists)
+    return Operands(**tensors, blocks=lists, cu_seqlens_q=args["cu_seqlens_q"], cu_seqlens_k=args["cu_seqlens_k"])
+
+
+def has_no_sequence(t: Operands) -> bool:
+    return t.cu_seqlens_q is not None and t.cu_seqlens_q.shape[0] == 1
 
 
 def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
@@ -138,7 +147,11 @@ def _run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
     chosen = plan.select(t, r, args["backend"], request=request)
     results = _allocate_outputs(args)
     out = Outputs(_heads_first(results[0], args["layout"]), *results[1:])
-    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+    if has_no_sequence(t):
+        for x in results:
+            if x is not None:
+                x.fill_(float("-inf") if x is out.lse or x is out.max_logits else 0.0)
+    elif out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
         chosen.kernels().forward(t, r, out)
     return results
 
@@ -194,7 +207,7 @@ def _backward(*flat: Any) -> list[Tensor]:
     dout = args["dout"]
     cot = Cotangents(None if dout is None else _heads_first(dout, layout), args["dlse"], args["dkey_mass"], args["dentropy"])
     saved = Saved(_heads_first(args["out"], layout), args["lse"], args["entropy"] if args["dentropy"] is not None else None)
-    if saved.lse.numel() and t.k.shape[2]:
+    if saved.lse.numel() and t.k.shape[2] and not has_no_sequence(t):
         needed = frozenset(name for name, _ in _gradient_sources(args))
         request = Request(
             backward=True,
@@ -237,6 +250,7 @@ def _save(ctx: Any, args: dict[str, Any], output: tuple[Any, ...]) -> None:
     ctx.captured = len(args["captured"])
     ctx.block_sizes = args["block_m"], args["block_n"]
     ctx.rules = tuple(args[name] for name in RULES)
+    ctx.max_seqlens = (args["max_seqlen_q"], args["max_seqlen_k"])
     ctx.allow_tf32 = float32_precision_allows_tf32()
 
 
@@ -249,12 +263,12 @@ def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool
         )
     out, lse, entropy, *saved = ctx.saved_tensors
     count, lists = len(_TENSORS), _list_count(ctx.block_sizes[0])
-    operands, blocks, captured = saved[:count], saved[count : count + lists], saved[count + lists :]
+    (*operands, cu_seqlens_q, cu_seqlens_k), blocks, captured = saved[:count], saved[count : count + lists], saved[count + lists :]
     if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
         return [None] * len(needs)
     entropy = out.new_empty(0) if entropy is None else entropy
     given = (dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs)
-    grads = iter(backward_op(*given, blocks, *ctx.block_sizes))
+    grads = iter(backward_op(*given, blocks, *ctx.block_sizes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens))
     return [next(grads) if needed else None for needed in needs]
 
 
@@ -295,7 +309,7 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 # Autograd functions take tensors one by one, so the lists come last: of the tiles, then the captured ones.
 _LISTS = ("blocks", "captured")
 _FLAT_ARGS = tuple(name for name in _FORWARD_ARGS if name not in _LISTS)
-_TENSORS = OPERANDS[:-1]
+_TENSORS = (*OPERANDS[:-1], "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _named(names: tuple[str, ...], flat: Sequence[Any], like: Sequence[Any] | None = None) -> dict[str, Any]:
@@ -415,7 +429,8 @@ def _differentiates(args: dict[str, Any]) -> bool:
 def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[Any, ...], fold: bool) -> Any:
     """The mapped dimension joins the batch where that changes no meaning; else one call for each of its elements.
 
-    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout) or would copy an N x N tensor.
+    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout), where sequences are packed, or
+    where it would copy an N x N tensor.
     """
     args, dims = dict(zip(names, flat, strict=True)), dict(zip(names, in_dims, strict=True))
     size = info.batch_size
@@ -435,7 +450,7 @@ def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[
 
 
 def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
-    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None:
+    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None or args["cu_seqlens_q"] is not None:
         return False
     if "max_logits" in args.get("aux", ""):
         return False
@@ -502,11 +517,18 @@ torch.library.register_vmap("tilewise::attention_forward", _vmap_forward, lib=_l
 torch.library.register_vmap("tilewise::attention_backward", _vmap_backward, lib=_library)
 
 
-def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
-    args = dict(zip(names, flat, strict=False))
+def _flops(names: tuple[str, ...], flat: tuple[Any, ...], pass_: str) -> int:
+    """The visible pairs' operations. Where the lengths are values on the device, the least of the bounds that follow from sizes."""
+    return min(flops(problem, pass_) for problem in problems(dict(zip(names, flat, strict=False))))
+
+
+def problems(args: dict[str, Any]) -> list[Problem]:
+    """The call as one problem of `cost`; a packed call as two, neither smaller than what it computes: every sequence as long as the
+    longest may be, and every query seeing as many keys as one may see. Tensors may be given as their sizes, as torch's counter does."""
+    args = {name: x.shape if isinstance(x, Tensor) else x for name, x in args.items()}
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
-    q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
-    return Problem(
+    q, k, v, left, right = args["q"], args["k"], args["v"], args["window_left"], args["window_right"]
+    whole = Problem(
         batch=q[0],
         heads=q[heads_dim],
         kv_heads=k[heads_dim],
@@ -514,19 +536,30 @@ def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
         seqlen_k=k[seq_dim],
         head_dim=q[3],
         head_dim_v=v[3],
-        window_left=args["window_left"],
-        window_right=args["window_right"],
+        window_left=left,
+        window_right=right,
     )
+    if args["cu_seqlens_q"] is None:
+        return [whole]
+    most_q, most_k = (
+        size if most is None else min(size, most)
+        for size, most in ((whole.seqlen_q, args["max_seqlen_q"]), (whole.seqlen_k, args["max_seqlen_k"]))
+    )
+    seen = most_k if left < 0 or right < 0 else min(most_k, left + right + 1)
+    return [
+        replace(whole, batch=args["cu_seqlens_q"][0] - 1, seqlen_q=most_q, seqlen_k=most_k),
+        replace(whole, seqlen_k=seen, window_left=-1, window_right=-1),
+    ]
 
 
 def _register_flops(counter: ModuleType) -> None:
     @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(_FORWARD_ARGS, flat), "fwd")
+        return _flops(_FORWARD_ARGS, flat, "fwd")
 
     @counter.register_flop_formula(torch.ops.tilewise.attention_backward)
     def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(_BACKWARD_ARGS, flat), "bwd")
+        return _flops(_BACKWARD_ARGS, flat, "bwd")
 
 
 class _WhenFlopsAreCounted(importlib.abc.MetaPathFinder):
