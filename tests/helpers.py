@@ -92,8 +92,8 @@ def run_with_grads(fn, arguments, dout, dlse=None) -> Answer:
 def assert_close_to_reference(answer: Answer, exact: Answer, unfused: Answer, factor: float = 1.5) -> None:
     """Each result's error against float64 is at most ``factor`` times that of the unfused computation, plus one rounding of the result.
 
-    Errors are maxima over the tensor; the rounding, half a unit in the last place of the result's dtype, is taken at the largest magnitude of
-    the exact result. Eight units of the accumulator's dtype come on top: sums in another order. Infinite LSEs must agree exactly.
+    Errors are maxima over the tensor; the rounding, half a unit in the last place of the result's dtype, is taken at the largest magnitude
+    of the exact result. Eight units of the accumulator's dtype come on top: sums in another order. Infinite LSEs must agree exactly.
     """
     parts = [("out", answer.out, exact.out, unfused.out), ("lse", answer.lse, exact.lse, unfused.lse)]
     parts += [(f"d{name}", answer.grads[name], exact.grads[name], unfused.grads[name]) for name in exact.grads]
