@@ -5,10 +5,7 @@ Pages that no section of the menu names stand under "More", so that a new file i
 
 from __future__ import annotations
 
-import ast
-import io
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ Nav = list[dict[str, Any]]
 
 MENU: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "migration.md", "support.md"),
-    "Features": ("conventions.md", "gallery.md", "masks.md", "varlen.md", "kvcache.md", "transforms.md", "compat.md"),
+    "Features": ("conventions.md", "masks.md", "varlen.md", "kvcache.md", "transforms.md", "compat.md"),
     "Understand": ("numerics.md", "lab.md", "portable-kernels.md", "hopper-forward.md", "hopper-backward.md"),
     "Measured": ("results.md", "benchmark.md", "demo.md"),
     "Reference": ("api.md", "changelog.md", "contributing.md"),
@@ -26,8 +23,6 @@ MENU: dict[str, tuple[str, ...]] = {
 COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "benchmark.md": "benchmarks/README.md"}
 # Parts of README.md between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, put where a page says `<!-- from README: NAME -->`.
 FROM_README = re.compile(r"<!-- from README: (\w+) -->")
-GALLERY = "<!-- gallery -->"  # where a page shows the rules of its list `gallery`
-COMPATIBLE = ("flash_attn", "sdpa", "flex")
 FIGURES = "<!-- figures -->"  # where a page shows every picture of the benchmark
 THEMES = ("light", "dark")
 CAPTIONS = {
@@ -46,8 +41,6 @@ def on_files(files: Any, config: Any) -> Any:
 
     for page, source in COPIED.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    for theme in THEMES:
-        files.append(File.generated(config, f"figures/gallery-{theme}.svg", content=draw_gallery(theme)))
     config.nav = menu({file.src_uri for file in files if file.src_uri.endswith(".md")})
     return files
 
@@ -61,15 +54,8 @@ def menu(pages: set[str]) -> Nav:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fills parts of the README in, and the modules of the API that exist."""
-    if page.file.src_uri == "api.md":
-        found = [name for name in COMPATIBLE if (ROOT / f"src/tilewise/compat/{name}.py").exists()]
-        if found:
-            markdown += "\n## Drop-ins\n" + "".join(f"\n::: tilewise.compat.{name}\n" for name in found)
-    markdown = markdown.replace(FIGURES, figures())
-    pictures = [f"![Which keys each query sees](figures/gallery-{theme}.svg#only-{theme})" for theme in THEMES]
-    markdown = markdown.replace(GALLERY, "\n".join(pictures))
-    return FROM_README.sub(lambda match: readme_part(match[1]), markdown)
+    """Fills in parts of the README and the benchmark's pictures."""
+    return FROM_README.sub(lambda match: readme_part(match[1]), markdown.replace(FIGURES, figures()))
 
 
 def figures() -> str:
@@ -86,35 +72,3 @@ def readme_part(name: str) -> str:
     text = (ROOT / "README.md").read_text()
     begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
     return text[text.index(begin) + len(begin) : text.index(end)]
-
-
-def draw_gallery(theme: str) -> str:
-    """The rules of docs/gallery.md as one SVG, each below its own source text."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "gallery.md").read_text(), re.DOTALL)
-    assert block is not None
-    source, names = block[1], {}
-    exec(source, names)
-    listed = next(
-        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "gallery"
-    )
-    assert isinstance(listed, ast.List)
-    ink, paper = {"light": ("#1b1b1b", "#ffffff"), "dark": ("#e8e8e8", "#1e2129")}[theme]
-    figure, axes = pyplot.subplots(-(-len(listed.elts) // 3), 3, figsize=(10.5, 3.7 * -(-len(listed.elts) // 3)), layout="constrained")
-    figure.patch.set_facecolor(paper)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for axis, rule, written in zip(axes.flat, names["gallery"], listed.elts, strict=False):
-        rule.plot(64, 64, ax=axis)
-        axis.set(xlabel="", ylabel="", xticks=[], yticks=[])
-        text = textwrap.fill(ast.get_source_segment(source, written) or "", 40, break_long_words=False)
-        axis.set_title(text, fontsize=8, family="monospace", color=ink)
-    drawn = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "tilewise"}):
-        figure.savefig(drawn, format="svg", facecolor=paper, metadata={"Date": None})
-    pyplot.close(figure)
-    return drawn.getvalue()
