@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,24 @@ from .helpers import DIFFERENTIABLE, Answer, run_with_grads
 from .helpers import _run as run_on_leaves
 
 I32 = torch.int32
-LENGTHS_Q, LENGTHS_K = (5, 0, 70, 1, 37), (6, 33, 0, 64, 40)
-MOST_Q, MOST_K = 70, 64
-SEQUENCES, HEADS, KV_HEADS = len(LENGTHS_Q), 4, 2
+
+
+class Size(NamedTuple):
+    """How large a case is."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    heads: int
+    kv_heads: int
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        """The shape that one letter a dimension spells: sequences, query heads, queries, keys, or 1."""
+        named = {"s": len(self.lengths_q), "h": self.heads, "q": max(self.lengths_q), "k": max(self.lengths_k), "1": 1}
+        return tuple(named[letter] for letter in letters)
+
+
+SIZE = Size((5, 0, 70, 1, 37), (6, 33, 0, 64, 40), heads=4, kv_heads=2)
+SMALL = Size((5, 0, 35, 1, 9), (6, 13, 0, 34, 20), heads=2, kv_heads=1)  # a few tiles of the interpreter
 
 
 def offsets(*lengths: int, device: str = "cpu") -> Tensor:
@@ -33,22 +48,22 @@ def slanted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score + 0.0625 * b - 0.03125 * (q_idx - kv_idx) * h
 
 
-# What is given by keyword: constants, shapes of float tensors, shapes of bool tensors, integers of a range.
+# What is given by keyword, tensors by their shape (see `Size.shape`) or, of lengths, by their values.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window_size": (9, 5)},
     "causal_window_softcap": {"causal": True, "window_size": (9, -1), "softcap": 1.5},
-    "alibi_of_sequences": {"causal": True, "alibi_slopes": (SEQUENCES, HEADS)},
-    "alibi_sink": {"alibi_slopes": (HEADS,), "learnable_sink": (HEADS,)},
-    "bias_of_sequences": {"bias": (SEQUENCES, HEADS, MOST_Q, MOST_K)},
-    "bias_shared": {"bias": (HEADS, MOST_Q, MOST_K), "causal": True, "learnable_sink": (HEADS,)},
-    "bias_of_keys": {"bias": (SEQUENCES, 1, 1, MOST_K)},
-    "bias_of_queries": {"bias": (1, HEADS, MOST_Q, 1), "window_size": (20, 20)},
-    "bias_of_heads": {"bias": (HEADS, 1, 1)},
-    "mask": {"mask": torch.bool, "alibi_slopes": (HEADS,)},
+    "alibi_of_sequences": {"causal": True, "alibi_slopes": "sh"},
+    "alibi_sink": {"alibi_slopes": "h", "learnable_sink": "h"},
+    "bias_of_sequences": {"bias": "shqk"},
+    "bias_shared": {"bias": "hqk", "causal": True, "learnable_sink": "h"},
+    "bias_of_keys": {"bias": "s11k"},
+    "bias_of_queries": {"bias": "1hq1", "window_size": (20, 20)},
+    "bias_of_heads": {"bias": "h11"},
+    "mask": {"mask": torch.bool, "alibi_slopes": "h"},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 0x1234_5678_9ABC_DEF0, "causal": True},
-    "lengths": {"seqused_q": (3, 9, 60, 1, 0), "seqused_k": (6, 40, 3, 50, 2), "learnable_sink": (HEADS,), "causal": True},
+    "lengths": {"seqused_q": (3, 9, 30, 1, 0), "seqused_k": (6, 40, 3, 25, 2), "learnable_sink": "h", "causal": True},
     "prefix": {"mask": "prefix", "softcap": 2.0},
     "documents": {"mask": "documents", "causal": True},
     "mask_function": {"mask": "function"},
@@ -56,34 +71,35 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, Any]:
+def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", size: Size = SIZE) -> dict[str, Any]:
     """The arguments of one case, with some rows that belong to no sequence, q, k and v among them."""
     generator = torch.Generator().manual_seed(len(name))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
-    total_q, total_k = sum(LENGTHS_Q) + 3, sum(LENGTHS_K) + 2
+    (most_q,), (most_k,), (sequences,) = map(size.shape, "qks")
+    total_q, total_k = sum(size.lengths_q) + 3, sum(size.lengths_k) + 2
     arguments: dict[str, Any] = {
-        "q": normal(total_q, HEADS, 20),
-        "k": normal(total_k, KV_HEADS, 20),
-        "v": normal(total_k, KV_HEADS, 17),
-        "cu_seqlens_q": offsets(*LENGTHS_Q, device=device),
-        "cu_seqlens_k": offsets(*LENGTHS_K, device=device),
-        "max_seqlen_q": MOST_Q,
-        "max_seqlen_k": MOST_K,
+        "q": normal(total_q, size.heads, 20),
+        "k": normal(total_k, size.kv_heads, 20),
+        "v": normal(total_k, size.kv_heads, 17),
+        "cu_seqlens_q": offsets(*size.lengths_q, device=device),
+        "cu_seqlens_k": offsets(*size.lengths_k, device=device),
+        "max_seqlen_q": most_q,
+        "max_seqlen_k": most_k,
     }
     for key, value in CASES[name].items():
         if key in ("bias", "alibi_slopes", "learnable_sink"):
-            arguments[key] = normal(*value).abs() * 0.1 if key == "alibi_slopes" else normal(*value)
+            arguments[key] = normal(*size.shape(value)) * (0.1 if key == "alibi_slopes" else 1.0)
         elif key in ("seqused_q", "seqused_k"):
             arguments[key] = torch.tensor(value, dtype=I32, device=device)
         elif value is torch.bool:
-            arguments[key] = (torch.rand(SEQUENCES, 1, MOST_Q, MOST_K, generator=generator) < 0.6).to(device)
+            arguments[key] = (torch.rand(size.shape("s1qk"), generator=generator) < 0.6).to(device)
         elif value == "prefix":
-            arguments[key] = masks.PrefixLM(lengths=torch.tensor([2, 5, 9, 60, 7], device=device))
+            arguments[key] = masks.PrefixLM(lengths=torch.tensor([2, 5, 9, 20, 7], device=device))
         elif value == "documents":
-            ids = [torch.randint(0, 2, (SEQUENCES, most), generator=generator).to(device) for most in (MOST_Q, MOST_K)]
+            ids = [torch.randint(0, 2, (sequences, most), generator=generator).to(device) for most in (most_q, most_k)]
             arguments[key] = masks.Document(*ids)
         elif value == "function":
             arguments[key] = masks.Custom(parity)

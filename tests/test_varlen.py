@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import math
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tilewise import UnsupportedAttention, attention, attention_varlen, cost, ja
 from tilewise.block_mask import BlockMask
 from tilewise.kernels import chunks, tiled
 
-from .packed import CASES, HEADS, I32, LENGTHS_K, LENGTHS_Q, MOST_K, MOST_Q, SEQUENCES, build, offsets
+from .packed import CASES, I32, SIZE, build, offsets
 from .reports import report
 
 EVERY_AUX = ("lse", "max_logits", "key_mass", "entropy")
@@ -56,8 +55,8 @@ def test_the_specification_is_each_sequence_alone(name: str) -> None:
     full = reference.attention_varlen_full(**arguments)
     rest = {key: x for key, x in arguments.items() if key not in ("q", "k", "v") and "seqlen" not in key}
     start_q = start_k = 0
-    for b, (n, m) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
-        own = {key: x[b : b + 1] if isinstance(x, Tensor) and x.shape[0] == SEQUENCES else x for key, x in rest.items()}
+    for b, (n, m) in enumerate(zip(SIZE.lengths_q, SIZE.lengths_k, strict=True)):
+        own = {key: x[b : b + 1] if isinstance(x, Tensor) and x.shape[0] == len(SIZE.lengths_q) else x for key, x in rest.items()}
         for key in ("bias", "mask"):
             if key in own:
                 own[key] = own[key][:, :, :n, :m]
@@ -456,8 +455,3 @@ def test_nested_tensors_that_do_not_fit_are_refused() -> None:
             attention(q, k, v)
     with pytest.raises(ValueError, match="seqused_k was given with nested tensors"):
         jagged.attention_jagged(nested, nested, nested, seqused_k=torch.zeros(2, dtype=I32))
-
-
-def test_sizes_of_the_shared_cases_reach_every_kind_of_tile() -> None:
-    assert max(LENGTHS_Q) == MOST_Q and max(LENGTHS_K) == MOST_K and 0 in LENGTHS_Q and 0 in LENGTHS_K
-    assert HEADS > 1 and math.prod(LENGTHS_Q) == 0
