@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops, plan, reference
+from . import derivatives, ops, plan, reference
 from .checks import (
     broadcast_to_scores,
     check_qkv,
@@ -17,7 +17,6 @@ from .checks import (
     check_window,
     per_head,
     refuse_descale,
-    refuse_forward_mode,
     sequence_lengths,
     typed,
 )
@@ -143,7 +142,7 @@ def attention(
     if backend == "reference":
         result = _reference(prepared.reference_arguments, out_dtype)
     else:
-        result = ops.attention_forward(**prepared.op_arguments)
+        result = derivatives.attention_forward(**prepared.op_arguments)
     if not prepared.wants_aux:
         return result[0]
     by_name = dict(zip(_AUX_NAMES, result[1:], strict=True))
@@ -221,8 +220,6 @@ def prepare(
     if check_values:
         check_values_on_device(seqused_q, seqused_k, sizes)
     seed = _seed(dropout_seed, dropout_p, q.device)
-    if backend != "reference":
-        refuse_forward_mode(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, learnable_sink=sink)
 
     mask_mod, score_text, captured, dense = "", "", [], None
     if isinstance(mask, Tensor):
@@ -239,8 +236,6 @@ def prepare(
 
         score_text, score_captured = trace_score_mod(score_mod, q.device, first=len(captured))
         captured = captured + list(score_captured)
-    for index, tensor in enumerate(captured):
-        refuse_forward_mode(**{f"captured tensor {index} of a mask or score_mod": tensor})
 
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else typed("deterministic", deterministic, bool)
     operands = dict(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .errors import UnsupportedAttention
@@ -142,16 +141,4 @@ def refuse_descale(**scales: Any) -> None:
         if scale is not None:
             raise UnsupportedAttention(
                 f"{name} was given, but fp8 inputs are not supported yet; pass float16 or bfloat16 tensors and no {name}"
-            )
-
-
-def refuse_forward_mode(**tensors: Tensor | None) -> None:
-    """Dual inputs raise: an operator without a forward-mode rule would return a zero tangent without a word."""
-    if forward_ad._current_level < 0:
-        return
-    for name, x in tensors.items():
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{name} is a dual tensor, but tilewise.attention has no forward-mode derivative (jvp) yet; use reverse mode, or "
-                "backend='reference' inside torch.func.jvp"
             )

@@ -37,28 +37,28 @@ AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 
-_OPERAND_SCHEMA = (
+OPERAND_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? dropout_seed, Tensor[] captured"
 )
-_RULE_SCHEMA = (
+RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
     "str score_mod, str mask_mod, str layout, str backend"
 )
 
-_library = torch.library.Library("tilewise", "FRAGMENT")
-_library.define(
-    f"attention_forward({_OPERAND_SCHEMA}, {_RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
+library = torch.library.Library("tilewise", "FRAGMENT")
+library.define(
+    f"attention_forward({OPERAND_SCHEMA}, {RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.define(
+library.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{_OPERAND_SCHEMA}, {_RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    f"{OPERAND_SCHEMA}, {RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
-_BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
+FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
+BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
 
 
 def float32_precision_allows_tf32() -> bool:
@@ -84,7 +84,7 @@ def float32_precision_allows_tf32() -> bool:
 # ------------------------------------------------------------------------------------------------------------------ forward
 
 
-def _heads_first(x: Tensor, layout: str) -> Tensor:
+def heads_first(x: Tensor, layout: str) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x
 
 
@@ -92,12 +92,10 @@ def operands(args: dict[str, Any]) -> Operands:
     layout = args["layout"]
     tensors = {name: args[name] for name in OPERANDS}
     for name in ("q", "k", "v"):
-        tensors[name] = _heads_first(tensors[name], layout)
+        tensors[name] = heads_first(tensors[name], layout)
     for name in ("bias", "mask"):
-        if tensors[name] is not None:
-            tensors[name] = tensors[name][(None,) * (4 - tensors[name].ndim)]
-    if tensors["alibi_slopes"] is not None and tensors["alibi_slopes"].ndim == 1:
-        tensors["alibi_slopes"] = tensors["alibi_slopes"][None]
+        tensors[name] = rank4(tensors[name])
+    tensors["alibi_slopes"] = rank2(tensors["alibi_slopes"])
     tensors["captured"] = tuple(tensors["captured"])
     return Operands(**tensors)
 
@@ -112,7 +110,7 @@ def wanted_aux(aux: str) -> frozenset[str]:
     return frozenset(aux.split(",")) if aux else frozenset()
 
 
-def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
+def allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
     """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
     q, k, v = args["q"], args["k"], args["v"]
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
@@ -127,232 +125,131 @@ def _allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, ...]:
-    args = dict(zip(_FORWARD_ARGS, flat, strict=True))
+    args = dict(zip(FORWARD_ARGS, flat, strict=True))
     t, r = operands(args), rules(args, float32_precision_allows_tf32())
     wanted = wanted_aux(args["aux"])
     request = Request(aux=wanted, out_dtype=args["out_dtype"])
     chosen = plan.select(t, r, args["backend"], request=request)
-    results = _allocate_outputs(args)
+    results = allocate_outputs(args)
     aux = {name: tensor if name in wanted else None for name, tensor in zip(AUX, results[2:], strict=True)}
-    out = Outputs(out=_heads_first(results[0], args["layout"]), lse=results[1], **aux)
+    out = Outputs(out=heads_first(results[0], args["layout"]), lse=results[1], **aux)
     if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
         chosen.kernels().forward(t, r, out)
     return tuple(results)
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_allocate_outputs(dict(zip(_FORWARD_ARGS, flat, strict=True))))
+    return tuple(allocate_outputs(dict(zip(FORWARD_ARGS, flat, strict=True))))
 
 
 # ----------------------------------------------------------------------------------------------------------------- backward
 
 
-def _gradient_sources(args: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def gradient_sources(args: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors whose gradient the backward op returns, in order: those of DIFFERENTIABLE, then the captured ones."""
     sources = [(name, args[name]) for name in DIFFERENTIABLE] + [("captured", x) for x in args["captured"]]
     return [source for source, needed in zip(sources, args["needs"], strict=True) if needed]
 
 
-def _backward(*flat: Any) -> list[Tensor]:
-    args = dict(zip(_BACKWARD_ARGS, flat, strict=True))
-    layout, needs = args["layout"], args["needs"]
-    t, r = operands(args), rules(args, args["allow_tf32"])
-    accumulate = accumulator_dtype(t.q.dtype)
-    results = _backward_fake(*flat)
-    # Kernels reduce the parameters' gradients in the accumulator dtype, whatever the parameter's own is.
-    buffers = [
-        x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(_gradient_sources(args), results, strict=True)
-    ]
-    queue = iter(buffers)
-    by_name = {name: next(queue) if needed else None for name, needed in zip(DIFFERENTIABLE, needs, strict=False)}
-    captured = [next(queue) if needed else None for needed in needs[len(DIFFERENTIABLE) :]]
-    dq, dk, dv = (_heads_first(x, layout) if (x := by_name[name]) is not None else None for name in ("q", "k", "v"))
-    dbias, dslopes = by_name["bias"], by_name["alibi_slopes"]
-    grads = Gradients(
-        dq,
-        dk,
-        dv,
-        dbias=None if dbias is None else dbias[(None,) * (4 - dbias.ndim)],
-        dalibi_slopes=None if dslopes is None else dslopes[None] if dslopes.ndim == 1 else dslopes,
-        dsink=by_name["sink"],
-        dcaptured=captured,
-    )
-    dout = args["dout"]
-    cot = Cotangents(None if dout is None else _heads_first(dout, layout), args["dlse"], args["dkey_mass"], args["dentropy"])
-    saved = Saved(_heads_first(args["out"], layout), args["lse"], args["entropy"] if args["dentropy"] is not None else None)
-    if saved.lse.numel() and t.k.shape[2]:
-        needed = frozenset(name for name, _ in _gradient_sources(args))
-        request = Request(
-            backward=True,
-            aux=frozenset(name for name in ("key_mass", "entropy") if args[f"d{name}"] is not None),
-            out_dtype=args["out"].dtype,
-            dlse=args["dlse"] is not None,
-            needs=needed,
+class GradientBuffers:
+    """The results of a backward op in the inputs' dtypes, and what kernels fill: parameters' gradients in the accumulator dtype."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        layout, needs = args["layout"], args["needs"]
+        accumulate = accumulator_dtype(args["q"].dtype)
+        sources = gradient_sources(args)
+        self.results = gradients_fake(args)
+        self.buffers = [
+            x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(sources, self.results, strict=True)
+        ]
+        queue = iter(self.buffers)
+        by_name = {name: next(queue) if needed else None for name, needed in zip(DIFFERENTIABLE, needs, strict=False)}
+        dq, dk, dv = (heads_first(x, layout) if (x := by_name[name]) is not None else None for name in ("q", "k", "v"))
+        self.grads = Gradients(
+            dq,
+            dk,
+            dv,
+            dbias=rank4(by_name["bias"]),
+            dalibi_slopes=rank2(by_name["alibi_slopes"]),
+            dsink=by_name["sink"],
+            dcaptured=[next(queue) if needed else None for needed in needs[len(DIFFERENTIABLE) :]],
         )
-        plan.select(t, r, args["backend"], request=request).kernels().backward(t, r, saved, cot, grads)
+
+    def finished(self) -> list[Tensor]:
+        """The results, once the kernels have filled the buffers."""
+        return [
+            result if result is buffer else result.copy_(buffer) for result, buffer in zip(self.results, self.buffers, strict=True)
+        ]
+
+
+def rank4(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x[(None,) * (4 - x.ndim)]
+
+
+def rank2(x: Tensor | None) -> Tensor | None:
+    return x[None] if x is not None and x.ndim == 1 else x
+
+
+def cotangents(args: dict[str, Any], prefix: str = "d") -> Cotangents:
+    """The gradients of the outputs among a backward op's arguments; `prefix` "td" gives their tangents."""
+    dout, *rest = (args[prefix + name] for name in ("out", "lse", "key_mass", "entropy"))
+    return Cotangents(None if dout is None else heads_first(dout, args["layout"]), *rest)
+
+
+def saved(args: dict[str, Any]) -> Saved:
+    return Saved(heads_first(args["out"], args["layout"]), args["lse"], args["entropy"] if args["entropy"].numel() else None)
+
+
+def backward_request(args: dict[str, Any]) -> Request:
+    """What a backward op asks of a backend."""
+    return Request(
+        backward=True,
+        aux=frozenset(name for name in ("key_mass", "entropy") if args[f"d{name}"] is not None),
+        out_dtype=args["out"].dtype,
+        dlse=args["dlse"] is not None,
+        needs=frozenset(name for name, _ in gradient_sources(args)),
+    )
+
+
+def _backward(*flat: Any) -> list[Tensor]:
+    args = dict(zip(BACKWARD_ARGS, flat, strict=True))
+    t, r = operands(args), rules(args, args["allow_tf32"])
+    buffers, cot, kept = GradientBuffers(args), cotangents(args), saved(args)
+    if kept.lse.numel() and t.k.shape[2]:
+        plan.select(t, r, args["backend"], request=backward_request(args)).kernels().backward(t, r, kept, cot, buffers.grads)
     else:  # no query or no key: nothing depends on q, k or v, and only a sink can move the LSE
-        for x in buffers:
+        for x in buffers.buffers:
             x.zero_()
-        if grads.dsink is not None and saved.lse.numel() and cot.dlse is not None:
-            in_use = saved.lse != float("-inf")
-            grads.dsink.copy_(torch.where(in_use, cot.dlse, 0.0).sum((0, 2)))
-    return [result if result is buffer else result.copy_(buffer) for result, buffer in zip(results, buffers, strict=True)]
+        dsink = buffers.grads.dsink
+        if dsink is not None and kept.lse.numel() and cot.dlse is not None:
+            in_use = kept.lse != float("-inf")
+            dsink.copy_(torch.where(in_use, cot.dlse, 0.0).sum((0, 2)))
+    return buffers.finished()
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
 
 
+def gradients_fake(args: dict[str, Any]) -> list[Tensor]:
+    return [x.new_empty(x.shape) for _, x in gradient_sources(args)]
+
+
 def _backward_fake(*flat: Any) -> list[Tensor]:
-    args = dict(zip(_BACKWARD_ARGS, flat, strict=True))
-    return [x.new_empty(x.shape) for _, x in _gradient_sources(args)]
-
-
-# ----------------------------------------------------------------------------------------------------------------- autograd
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    args = dict(zip(_FORWARD_ARGS, inputs, strict=True))
-    out, lse, _, _, entropy = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(out, lse, entropy, *(args[name] for name in OPERANDS[:-1]), *args["captured"])
-    ctx.captured = len(args["captured"])
-    ctx.rules = tuple(args[name] for name in RULES)
-    ctx.allow_tf32 = float32_precision_allows_tf32()
-
-
-def _gradients(ctx: Any, cotangents: tuple[Tensor | None, ...], needs: list[bool], backward_op: Any) -> list[Tensor | None]:
-    """Calls the backward op for the gradients that are needed; None for the others, in the order of DIFFERENTIABLE and captured."""
-    dout, dlse, dmax_logits, dkey_mass, dentropy = cotangents
-    if dmax_logits is not None:
-        raise NotImplementedError(
-            "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
-        )
-    out, lse, entropy, *saved = ctx.saved_tensors
-    count = len(OPERANDS) - 1
-    operands, captured = saved[:count], saved[count:]
-    if not any(needs) or all(x is None for x in (dout, dlse, dkey_mass, dentropy)):
-        return [None] * len(needs)
-    grads = iter(backward_op(dout, dlse, dkey_mass, dentropy, out, lse, entropy, *operands, captured, *ctx.rules, ctx.allow_tf32, needs))
-    return [next(grads) if needed else None for needed in needs]
-
-
-def _split(grads: list[Tensor | None]) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
-    return dict(zip(DIFFERENTIABLE, grads, strict=False)), grads[len(DIFFERENTIABLE) :]
-
-
-def _autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-    needed = dict(zip(_FORWARD_ARGS, ctx.needs_input_grad, strict=True))
-    needs = [bool(needed[name]) for name in DIFFERENTIABLE] + _as_list(needed["captured"], ctx.captured)
-    named, captured = _split(_gradients(ctx, cotangents, needs, torch.ops.tilewise.attention_backward))
-    return tuple(captured if name == "captured" else named.get(name) for name in _FORWARD_ARGS)
-
-
-def _as_list(needed: Any, count: int) -> list[bool]:
-    return [bool(x) for x in needed] if isinstance(needed, (list, tuple)) else [bool(needed)] * count
-
-
-_NO_DOUBLE_BACKWARD = (
-    "tilewise.attention has no second derivative yet: its backward pass was differentiated. Use backend='reference', which "
-    "autograd can differentiate any number of times in O(N^2) memory."
-)
-
-
-def _refuse_double_backward(ctx: Any, *cotangents: Any) -> Any:
-    raise NotImplementedError(_NO_DOUBLE_BACKWARD)
-
-
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-class _Attention(torch.autograd.Function):
-    """The forward op under torch.func transforms, which do not accept an op's registered autograd formula.
-
-    Takes the arguments of the op with the captured tensors last, one by one.
-    """
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        head, captured = args[: len(_FORWARD_ARGS) - 1], list(args[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        return torch.ops.tilewise.attention_forward(*head[:position], captured, *head[position:])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        head, captured = inputs[: len(_FORWARD_ARGS) - 1], list(inputs[len(_FORWARD_ARGS) - 1 :])
-        position = _FORWARD_ARGS.index("captured")
-        _setup_context(ctx, (*head[:position], captured, *head[position:]), output)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        flat_names = [name for name in _FORWARD_ARGS if name != "captured"]
-        needed = dict(zip(flat_names, ctx.needs_input_grad, strict=False))
-        needs = [needed[name] for name in DIFFERENTIABLE] + list(ctx.needs_input_grad[len(flat_names) :])
-        named, captured = _split(_gradients(ctx, cotangents, needs, _call_backward_function))
-        return (*(named.get(name) for name in flat_names), *captured)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        split = len(_FORWARD_ARGS) - 1
-        position = _FORWARD_ARGS.index("captured")
-
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[split:]), *flat[position:split]]
-
-        return _vmap_forward(info, regroup(in_dims), *regroup(args))
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """The backward op under torch.func transforms: differentiating it raises instead of giving a silent zero."""
-
-    @staticmethod
-    def forward(count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-        return tuple(
-            torch.ops.tilewise.attention_backward(*args[:position], list(args[position : position + count]), *args[position + count :])
-        )
-
-    setup_context = staticmethod(_setup_nothing)
-    backward = staticmethod(_refuse_double_backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, count: int, *args: Any) -> Any:
-        position = _BACKWARD_ARGS.index("captured")
-
-        def regroup(flat: Any) -> list[Any]:
-            return [*flat[:position], list(flat[position : position + count]), *flat[position + count :]]
-
-        outs, dims = _vmap_backward(info, regroup(in_dims[1:]), *regroup(args))
-        return tuple(outs), tuple(dims)
-
-
-def _call_backward_function(*args: Any) -> Any:
-    position = _BACKWARD_ARGS.index("captured")
-    captured = args[position]
-    return _AttentionBackward.apply(len(captured), *args[:position], *captured, *args[position + 1 :])
-
-
-def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward op by keywords, in whatever way the active transforms need. Returns (out, lse, max_logits, key_mass, entropy)."""
-    flat = [args[name] for name in _FORWARD_ARGS]
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        position = _FORWARD_ARGS.index("captured")
-        return _Attention.apply(*flat[:position], *flat[position + 1 :], *flat[position])
-    return torch.ops.tilewise.attention_forward(*flat)
+    return gradients_fake(dict(zip(BACKWARD_ARGS, flat, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------------------------- vmap
 
 
-def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[Any, ...], fold: bool) -> Any:
+def vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[Any, ...]) -> list[Tensor]:
     """The mapped dimension joins the batch where that changes no meaning; else one call for each of its elements.
 
     Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout) or would copy an N x N tensor.
     """
     args, dims = dict(zip(names, flat, strict=True)), dict(zip(names, in_dims, strict=True))
     size = info.batch_size
-    if fold and _can_fold(args, dims):
+    if _can_fold(args, dims):
         return _fold(op, names, size, args, dims)
 
     def element(index: int) -> list[Any]:
@@ -370,7 +267,9 @@ def _vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[
 def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
     if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None:
         return False
-    if "max_logits" in args.get("aux", ""):
+    if "max_logits" in args.get("aux", "") or args.get("tcaptured"):
+        return False
+    if any(args.get(name) is not None for name in ("tbias", "talibi_slopes", "tsink")):
         return False
     if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
         return False
@@ -411,26 +310,12 @@ def _fold(op: Any, names: tuple[str, ...], size: int, args: dict[str, Any], dims
     return [x.reshape(size, -1, *x.shape[1:]) if x.ndim > 1 else x.expand(size, *x.shape) for x in op(*(folded[name] for name in names))]
 
 
-def _vmap_forward(info: Any, in_dims: Any, *flat: Any) -> Any:
-    outs = _vmap(torch.ops.tilewise.attention_forward, _FORWARD_ARGS, info, in_dims, flat, fold=True)
-    return tuple(outs), (0,) * len(outs)
-
-
-def _vmap_backward(info: Any, in_dims: Any, *flat: Any) -> Any:
-    outs = _vmap(torch.ops.tilewise.attention_backward, _BACKWARD_ARGS, info, in_dims, flat, fold=True)
-    return list(outs), [0] * len(outs)
-
-
 # ------------------------------------------------------------------------------------------------------------- registration
 
-_library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention_forward", _forward_fake, lib=_library)
-torch.library.register_fake("tilewise::attention_backward", _backward_fake, lib=_library)
-torch.library.register_autograd("tilewise::attention_forward", _autograd, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("tilewise::attention_backward", _refuse_double_backward, setup_context=_setup_nothing, lib=_library)
-torch.library.register_vmap("tilewise::attention_forward", _vmap_forward, lib=_library)
-torch.library.register_vmap("tilewise::attention_backward", _vmap_backward, lib=_library)
+library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention_forward", _forward_fake, lib=library)
+torch.library.register_fake("tilewise::attention_backward", _backward_fake, lib=library)
 
 
 def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
@@ -453,11 +338,11 @@ def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
 def _register_flops(counter: ModuleType) -> None:
     @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(_FORWARD_ARGS, flat), "fwd")
+        return flops(_problem(FORWARD_ARGS, flat), "fwd")
 
     @counter.register_flop_formula(torch.ops.tilewise.attention_backward)
     def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(_BACKWARD_ARGS, flat), "bwd")
+        return flops(_problem(BACKWARD_ARGS, flat), "bwd")
 
 
 class _WhenFlopsAreCounted(importlib.abc.MetaPathFinder):
