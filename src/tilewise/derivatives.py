@@ -63,19 +63,25 @@ BACKWARD_JVP_ARGS = (
 _DIRECTION_SCHEMA = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? talibi_slopes, Tensor? tsink, Tensor[] tcaptured"
 _SAVED_SCHEMA = "Tensor out, Tensor lse, Tensor entropy"
 library.define(
-    f"attention_jvp({_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool allow_tf32, str aux) "
+    f"attention_jvp({_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, str aux) "
     "-> (Tensor tout, Tensor tlse, Tensor tkey_mass, Tensor tentropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 library.define(
     "attention_backward_jvp(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, "
     "Tensor? tdout, Tensor? tdlse, Tensor? tdkey_mass, Tensor? tdentropy, "
-    f"{_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    f"{_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
 
 # ------------------------------------------------------------------------------------------------------------ the two operators
+
+
+def _allow_tf32(args: dict[str, Any]) -> bool:
+    """What the call in question was made with; torch's setting where that call is being made now."""
+    chosen = args.get("allow_tf32")
+    return float32_precision_allows_tf32() if chosen is None else chosen
 
 
 def _direction(args: dict[str, Any]) -> Tangents:
@@ -90,7 +96,7 @@ def _jvp_outputs(args: dict[str, Any]) -> list[Tensor]:
 
 def _jvp(*flat: Any) -> tuple[Tensor, ...]:
     args = dict(zip(JVP_ARGS, flat, strict=True))
-    t, r, u = operands(args), rules(args, args["allow_tf32"]), _direction(args)
+    t, r, u = operands(args), rules(args, _allow_tf32(args)), _direction(args)
     wanted = wanted_aux(args["aux"])
     results = _jvp_outputs(args)
     tout, tlse, tkey_mass, tentropy = results
@@ -111,7 +117,7 @@ def _jvp_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 def _backward_jvp(*flat: Any) -> list[Tensor]:
     args = dict(zip(BACKWARD_JVP_ARGS, flat, strict=True))
-    t, r, u = operands(args), rules(args, args["allow_tf32"]), _direction(args)
+    t, r, u = operands(args), rules(args, _allow_tf32(args)), _direction(args)
     buffers = GradientBuffers(args)
     request = replace(backward_request(args), tangent=True)
     kernels = plan.select(t, r, args["backend"], request=request).tangent_kernels()
@@ -255,7 +261,7 @@ class Operator:
 
     @property
     def overload(self) -> Any:
-        return getattr(torch.ops.tilewise, self.name)
+        return getattr(torch.ops.tilewise, self.name).default
 
 
 FORWARD = Operator("attention_forward", FORWARD_ARGS, _forward_vjp, _forward_jvp, ("out", "lse", "max_logits", None, "entropy"))
@@ -283,8 +289,7 @@ def _keep(ctx: Any, op: Operator, inputs: Sequence[Any], outputs: Sequence[Tenso
             ctx.skeleton[name] = slice(start, len(tensors))
         else:
             ctx.skeleton[name] = (value,)
-    if "allow_tf32" not in args:
-        ctx.skeleton["allow_tf32"] = (float32_precision_allows_tf32(),)
+    ctx.skeleton["allow_tf32"] = (_allow_tf32(args),)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
@@ -311,6 +316,12 @@ def _register(op: Operator) -> None:
         outs = vmap(op.overload, op.arguments, info, in_dims, flat)
         return (tuple(outs), (0,) * len(outs)) if op.results or op is JVP else (list(outs), [0] * len(outs))
 
+    def transformed(*flat: Any) -> Any:
+        defaults = op.overload._schema.arguments[len(flat) :]  # the dispatcher leaves out trailing arguments equal to their defaults
+        results = _apply(op, [*flat, *(argument.default_value for argument in defaults)])
+        return list(results) if op in (BACKWARD, BACKWARD_JVP) else results
+
+    library.impl(op.name, transformed, "FuncTorchDynamicLayerFrontMode")
     torch.library.register_autograd(f"tilewise::{op.name}", backward, setup_context=setup_context, lib=library)
     torch.library.register_vmap(f"tilewise::{op.name}", batched, lib=library)
 
@@ -359,10 +370,6 @@ class _Applied(torch.autograd.Function):
         return tuple(outs), (0,) * len(outs)
 
 
-def _lists(op: Operator) -> list[str]:
-    return [name for name in op.arguments if name in ("captured", "tcaptured")]
-
-
 def _spread(args: Sequence[Any], op: Operator) -> list[Any]:
     flat: list[Any] = []
     for name, value in zip(op.arguments, args, strict=True):
@@ -377,16 +384,33 @@ def _grouped(op: Operator, counts: tuple[int, ...], flat: Sequence[Any]) -> list
 
 def call(op: Operator, **args: Any) -> tuple[Tensor, ...]:
     """The results of an operator, in whatever way the active transforms need."""
-    if torch.compiler.is_compiling() or not _transformed(args):
-        return op.overload(*(args[name] for name in op.arguments))
-    counts = tuple(len(args[name]) for name in _lists(op))
-    return _Applied.apply(op, counts, *_spread([args[name] for name in op.arguments], op))
+    flat = [args[name] for name in op.arguments]
+    dual = forward_ad._current_level >= 0 and not torch._C._are_functorch_transforms_active() and any(_is_dual(x) for x in flat)
+    if not dual:
+        return op.overload(*flat)
+    if torch.compiler.is_compiling():
+        return _dual_call(op, args)
+    return _apply(op, flat)
 
 
-def _transformed(args: Named) -> bool:
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return forward_ad._current_level >= 0 and any(_is_dual(x) for x in args.values())
+def _dual_call(op: Operator, args: Named) -> tuple[Tensor, ...]:
+    """What `_Applied` does with dual tensors, spelled out for torch.compile, which does not trace a Function with a jvp."""
+    parts = {name: [_unpacked(x) for x in value] if isinstance(value, (list, tuple)) else _unpacked(value) for name, value in args.items()}
+    primals = {name: [p for p, _ in part] if isinstance(part, list) else part[0] for name, part in parts.items()}
+    moved = {name: [t for _, t in part] if isinstance(part, list) else part[1] for name, part in parts.items()}
+    results = op.overload(*(primals[name] for name in op.arguments))
+    kept = dict(zip(op.results, results, strict=False))
+    tangents = op.jvp({**primals, **kept, "allow_tf32": args.get("allow_tf32")}, moved)
+    return tuple(forward_ad.make_dual(x, t) for x, t in zip(results, tangents, strict=True))
+
+
+def _unpacked(x: Any) -> tuple[Any, Tensor | None]:
+    return tuple(forward_ad.unpack_dual(x)) if isinstance(x, Tensor) else (x, None)
+
+
+def _apply(op: Operator, flat: Sequence[Any]) -> tuple[Tensor, ...]:
+    counts = tuple(len(value) for name, value in zip(op.arguments, flat, strict=True) if name in ("captured", "tcaptured"))
+    return _Applied.apply(op, counts, *_spread(flat, op))
 
 
 def _is_dual(x: Any) -> bool:
