@@ -82,10 +82,8 @@ def test_second_gradients_are_as_exact_as_unfused_ones(dtype: torch.dtype) -> No
 
     def run(to: torch.dtype, ours: bool) -> tuple[Tensor, ...]:
         leaves = [t.to(to).requires_grad_() for t in x.values()]
-        if ours:
-            out = attention(*leaves, causal=True, backend="tiled")
-        else:
-            out = reference.attention(*leaves, causal=True, compute_dtype=to)[0]
+        unfused = None if ours else reference.attention(*leaves, causal=True, compute_dtype=to)[0]
+        out = attention(*leaves, causal=True, backend="tiled") if unfused is None else unfused
         first = torch.autograd.grad(out, leaves, dout.to(to), create_graph=True)
         return torch.autograd.grad(first, leaves, [t.to(to) for t in u.values()])
 

@@ -122,7 +122,9 @@ def test_torch_gradcheck_of_forward_mode() -> None:
 
 TABLE_MODS = {
     "gated": lambda gate, table: lambda s, b, h, i, j: s * gate[h] - table[h, (i - j).clamp(0, 3)] * (i - j),
-    "curved": lambda gate, table: lambda s, b, h, i, j: torch.where(i > j, torch.tanh(gate[h] * s) + s * s * table[h, 1], torch.exp(-s * s)),
+    "curved": lambda gate, table: (
+        lambda s, b, h, i, j: torch.where(i > j, torch.tanh(gate[h] * s) + s * s * table[h, 1], torch.exp(-s * s))
+    ),
     "masking": lambda gate, table: lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, NEG_INF, torch.sigmoid(s) * gate[h]),
     "roots": lambda gate, table: lambda s, b, h, i, j: torch.sqrt(1 + s * s) * torch.abs(gate[h]) + torch.maximum(s, table[h, 2]),
 }
@@ -182,7 +184,9 @@ def test_hidden_values_reach_no_tangent() -> None:
     u = {name: torch.randn_like(t) for name, t in x.items()}
 
     def run() -> tuple[Tensor, ...]:
-        return torch.func.jvp(lambda q, k, v: outputs({"q": q, "k": k, "v": v, **options}, "tiled"), tuple(x.values()), tuple(u.values()))[1]
+        return torch.func.jvp(lambda q, k, v: outputs({"q": q, "k": k, "v": v, **options}, "tiled"), tuple(x.values()), tuple(u.values()))[
+            1
+        ]
 
     clean = run()
     for poisoned in (x, u):
@@ -300,7 +304,8 @@ def test_hessians() -> None:
 
     given, every = (*x.values(), bias), (0, 1, 2, 3)
     expected = torch.autograd.functional.hessian(lambda *g: loss(*g, backend="reference"), given)
-    for outer, inner in ((torch.func.jacfwd, torch.func.jacrev), (torch.func.jacrev, torch.func.jacfwd), (torch.func.jacrev, torch.func.jacrev)):
+    forward, reverse = torch.func.jacfwd, torch.func.jacrev
+    for outer, inner in ((forward, reverse), (reverse, forward), (reverse, reverse)):
         got = outer(inner(loss, argnums=every), argnums=every)(*given)
         torch.testing.assert_close(got, expected)
 

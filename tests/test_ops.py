@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import attention, ops
+from tilewise import attention, derivatives, ops
 
 from . import cases
 from .helpers import make_inputs
@@ -299,3 +299,38 @@ def test_the_ops_are_registered_once_and_in_one_place() -> None:
     schema = torch.ops.tilewise.attention_forward.default._schema
     assert [argument.name for argument in schema.arguments][: len(ops.OPERANDS)] == list(ops.OPERANDS)
     assert len(schema.returns) == 5 and not schema.is_mutable
+
+
+@pytest.mark.parametrize("listener", ["profiler", "flops", "checkpoint", "none"])
+def test_the_operator_is_called_when_somebody_listens_and_left_out_otherwise(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager calls skip the dispatcher, with the same results and gradients; whoever counts or records operators still sees them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (torch.randn(2, 40, 4, 16, requires_grad=True) for _ in range(3))
+    expected = torch.ops.tilewise.attention_forward.default
+    direct = []
+    monkeypatch.setattr(derivatives, "run_forward", lambda args, run=derivatives.run_forward: (direct.append(1), run(args))[1])
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = attention(q, k, v, causal=True)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    plain = call()
+    assert len(direct) == 1
+    if listener == "profiler":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            seen = call()
+        names = {event.key for event in profile.key_averages()}
+        assert {"tilewise::attention_forward", "tilewise::attention_backward"} <= names
+    elif listener == "flops":
+        with FlopCounterMode(display=False) as counter:
+            seen = call()
+        assert expected._overloadpacket in counter.get_flop_counts()["Global"]
+    elif listener == "checkpoint":
+        out = torch.utils.checkpoint.checkpoint(lambda *x: attention(*x, causal=True), q, k, v, use_reentrant=False)
+        seen = (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+    else:
+        seen = call()
+        assert len(direct) == 2
+    for a, b in zip(plain, seen, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

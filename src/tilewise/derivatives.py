@@ -1,7 +1,7 @@
 """How the four operators differentiate each other, and how they behave under every transform of PyTorch.
 
-Attention f maps operands x to outputs. ``attention_backward`` is J(x)^T w, and two operators more close the circle: ``attention_jvp`` is J(x) u,
-the tangent of the outputs, and ``attention_backward_jvp`` the tangent of J(x)^T w. Each one's derivatives are then calls of the others:
+Attention f maps operands x to outputs. ``attention_backward`` is J(x)^T w, and two operators more close the circle: ``attention_jvp`` is
+J(x) u, the tangent of the outputs, and ``attention_backward_jvp`` the tangent of J(x)^T w. Their derivatives are then calls of each other:
 
     operator               reverse mode                                         forward mode
     attention_forward      attention_backward                                   attention_jvp
@@ -17,117 +17,25 @@ formulas are a `torch.autograd.Function`, and `call` takes whichever is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from . import plan
 from .ops import (
     BACKWARD_ARGS,
     DIFFERENTIABLE,
     FORWARD_ARGS,
-    OPERAND_SCHEMA,
     OPERANDS,
-    RULE_SCHEMA,
     RULES,
-    GradientBuffers,
-    allocate_outputs,
-    backward_request,
-    cotangents,
-    float32_precision_allows_tf32,
-    gradients_fake,
-    heads_first,
     library,
-    operands,
-    rank2,
-    rank4,
-    rules,
-    saved,
+    run_backward,
+    run_forward,
     vmap,
     wanted_aux,
 )
-from .plan import Outputs, Request, Tangents
-
-COTANGENTS = ("dout", "dlse", "dkey_mass", "dentropy")
-TANGENTS = tuple(f"t{name}" for name in DIFFERENTIABLE)
-_SAVED = ("out", "lse", "entropy")
-JVP_ARGS = (*TANGENTS, "tcaptured", *_SAVED, *OPERANDS, *RULES, "allow_tf32", "aux")
-BACKWARD_JVP_ARGS = (
-    *(*COTANGENTS, *(f"t{name}" for name in COTANGENTS), *TANGENTS, "tcaptured"),
-    *(*_SAVED, *OPERANDS, *RULES, "allow_tf32", "needs"),
-)
-
-_DIRECTION_SCHEMA = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? talibi_slopes, Tensor? tsink, Tensor[] tcaptured"
-_SAVED_SCHEMA = "Tensor out, Tensor lse, Tensor entropy"
-library.define(
-    f"attention_jvp({_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, str aux) "
-    "-> (Tensor tout, Tensor tlse, Tensor tkey_mass, Tensor tentropy)",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-library.define(
-    "attention_backward_jvp(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, "
-    "Tensor? tdout, Tensor? tdlse, Tensor? tdkey_mass, Tensor? tdentropy, "
-    f"{_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, bool[] needs) -> Tensor[]",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-
-
-# ------------------------------------------------------------------------------------------------------------ the two operators
-
-
-def _allow_tf32(args: dict[str, Any]) -> bool:
-    """What the call in question was made with; torch's setting where that call is being made now."""
-    chosen = args.get("allow_tf32")
-    return float32_precision_allows_tf32() if chosen is None else chosen
-
-
-def _direction(args: dict[str, Any]) -> Tangents:
-    tq, tk, tv = (None if args[name] is None else heads_first(args[name], args["layout"]) for name in ("tq", "tk", "tv"))
-    return Tangents(tq, tk, tv, rank4(args["tbias"]), rank2(args["talibi_slopes"]), args["tsink"], tuple(args["tcaptured"]))
-
-
-def _jvp_outputs(args: dict[str, Any]) -> list[Tensor]:
-    out, lse, _, key_mass, entropy = allocate_outputs(args | {"out_dtype": args["out"].dtype})
-    return [out, lse, key_mass, entropy]
-
-
-def _jvp(*flat: Any) -> tuple[Tensor, ...]:
-    args = dict(zip(JVP_ARGS, flat, strict=True))
-    t, r, u = operands(args), rules(args, _allow_tf32(args)), _direction(args)
-    wanted = wanted_aux(args["aux"])
-    results = _jvp_outputs(args)
-    tout, tlse, tkey_mass, tentropy = results
-    tangents = Outputs(
-        heads_first(tout, args["layout"]),
-        tlse,
-        key_mass=tkey_mass if "key_mass" in wanted else None,
-        entropy=tentropy if "entropy" in wanted else None,
-    )
-    request = Request(aux=wanted, out_dtype=args["out"].dtype, tangent=True)
-    plan.select(t, r, args["backend"], request=request).tangent_kernels().jvp(t, r, u, saved(args), tangents)
-    return tuple(results)
-
-
-def _jvp_fake(*flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_jvp_outputs(dict(zip(JVP_ARGS, flat, strict=True))))
-
-
-def _backward_jvp(*flat: Any) -> list[Tensor]:
-    args = dict(zip(BACKWARD_JVP_ARGS, flat, strict=True))
-    t, r, u = operands(args), rules(args, _allow_tf32(args)), _direction(args)
-    buffers = GradientBuffers(args)
-    request = replace(backward_request(args), tangent=True)
-    kernels = plan.select(t, r, args["backend"], request=request).tangent_kernels()
-    kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
-    return buffers.finished()
-
-
-def _backward_jvp_fake(*flat: Any) -> list[Tensor]:
-    return gradients_fake(dict(zip(BACKWARD_JVP_ARGS, flat, strict=True)))
-
+from .tangent_ops import BACKWARD_JVP_ARGS, COTANGENTS, JVP_ARGS, SAVED, TANGENTS, chosen_tf32
 
 # --------------------------------------------------------------------------------------------------------------- the formulas
 # Each takes the operator's arguments by name and, for the forward operator, what it returned.
@@ -155,8 +63,11 @@ def _by_name(grads: Sequence[Tensor], needs: list[bool], prefix: str = "") -> Na
 
 
 def _common(args: Named) -> Named:
-    """The arguments that all operators share."""
-    return {name: args[name] for name in (*_SAVED, *OPERANDS, *RULES, "allow_tf32")}
+    """The arguments that all operators but the first share."""
+    common = {name: args[name] for name in (*SAVED, *OPERANDS, *RULES)}
+    if common["entropy"] is None:
+        common["entropy"] = args["lse"].new_empty(0)
+    return common | {"allow_tf32": args.get("allow_tf32")}
 
 
 def _forward_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -> Named:
@@ -169,7 +80,10 @@ def _forward_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -
     cot = dict(zip(COTANGENTS, (dout, dlse, dkey_mass, dentropy), strict=True))
     if not any(needs) or all(x is None for x in cot.values()):
         return {}
-    return _by_name(call(BACKWARD, **cot, **_common(args), needs=needs), needs)
+    given = {**cot, **_common(args), "needs": needs}
+    # Nothing differentiates, transforms or watches an ordinary backward pass: it needs no dispatcher either.
+    ordinary = not torch.is_grad_enabled() and forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
+    return _by_name(run_backward(given) if ordinary and _unobserved(args) else call(BACKWARD, **given), needs)
 
 
 def _backward_vjp(args: Named, arrived: Sequence[Any], needed: Named) -> Named:
@@ -234,7 +148,7 @@ def _forward_jvp(args: Named, moved: Named) -> tuple[Tensor, ...]:
         )
     common = _common(args)
     tout, tlse, tkey_mass, tentropy = call(JVP, **_tangent_of(moved, args), **common, aux=",".join(sorted(aux - {"lse"})))
-    return tout, tlse, torch.zeros_like(args["max_logits"]), tkey_mass, tentropy
+    return tout, tlse, tlse.new_zeros(0), tkey_mass, tentropy
 
 
 def _backward_jvp_rule(args: Named, moved: Named) -> tuple[Tensor, ...]:
@@ -249,22 +163,29 @@ def _no_second_tangent(args: Named, moved: Named) -> tuple[Tensor, ...]:
     )
 
 
-@dataclass(frozen=True, eq=False)
 class Operator:
-    """One of the four operators: its arguments in order, its formulas, and which tensors of its results they need."""
+    """One of the four operators: its arguments in order, its formulas, and which of its results they need."""
 
-    name: str
-    arguments: tuple[str, ...]
-    vjp: Callable[[Named, Sequence[Any], Named], Named]
-    jvp: Callable[[Named, Named], tuple[Tensor, ...]]
-    results: tuple[str | None, ...] = ()
+    def __init__(
+        self,
+        name: str,
+        arguments: tuple[str, ...],
+        vjp: Callable[[Named, Sequence[Any], Named], Named],
+        jvp: Callable[[Named, Named], tuple[Tensor, ...]],
+        results: tuple[str | None, ...] = (),
+    ) -> None:
+        self.name, self.arguments, self.vjp, self.jvp, self.results = name, arguments, vjp, jvp, results
+        self.overload = getattr(torch.ops.tilewise, name).default
+        schema = self.overload._schema
+        self.returns_list = len(schema.returns) == 1
+        self.defaults = [argument.default_value for argument in schema.arguments]
+        kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+        self.tensors = [x for x in arguments if kinds[x] in ("Tensor", "Optional[Tensor]")]
+        self.lists = [x for x in arguments if kinds[x] == "List[Tensor]"]
+        self.others = [x for x in arguments if x not in self.tensors and x not in self.lists]
 
-    @property
-    def overload(self) -> Any:
-        return getattr(torch.ops.tilewise, self.name).default
 
-
-FORWARD = Operator("attention_forward", FORWARD_ARGS, _forward_vjp, _forward_jvp, ("out", "lse", "max_logits", None, "entropy"))
+FORWARD = Operator("attention_forward", FORWARD_ARGS, _forward_vjp, _forward_jvp, ("out", "lse", None, None, "entropy"))
 BACKWARD = Operator("attention_backward", BACKWARD_ARGS, _backward_vjp, _backward_jvp_rule)
 JVP = Operator("attention_jvp", JVP_ARGS, _jvp_vjp, _no_second_tangent)
 BACKWARD_JVP = Operator("attention_backward_jvp", BACKWARD_JVP_ARGS, _no_third_derivative, _no_second_tangent)
@@ -273,64 +194,54 @@ BACKWARD_JVP = Operator("attention_backward_jvp", BACKWARD_JVP_ARGS, _no_third_d
 # ------------------------------------------------------------------------------------------------------ the formulas at work
 
 
-def _keep(ctx: Any, op: Operator, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+def _keep(ctx: Any, op: Operator, args: Named, outputs: Sequence[Tensor | None]) -> None:
     """Saves what the formulas need: every argument, and those results that `op` names."""
-    args = dict(zip(op.arguments, inputs, strict=True))
-    args |= {name: x for name, x in zip(op.results, outputs, strict=False) if name is not None}
-    tensors: list[Tensor] = []
-    ctx.skeleton = {}
-    for name, value in args.items():
-        start = len(tensors)
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            ctx.skeleton[name] = start
-        elif name in ("captured", "tcaptured"):
-            tensors.extend(value)
-            ctx.skeleton[name] = slice(start, len(tensors))
-        else:
-            ctx.skeleton[name] = (value,)
-    ctx.skeleton["allow_tf32"] = (_allow_tf32(args),)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    kept = [x for name, x in zip(op.results, outputs, strict=False) if name is not None]
+    lists = [args[name] for name in op.lists]
+    ctx.save_for_backward(*kept, *[args[name] for name in op.tensors], *[x for values in lists for x in values])
+    ctx.lengths = [len(values) for values in lists]
+    ctx.others = [args[name] for name in op.others]
+    ctx.allow_tf32 = chosen_tf32(args)
 
 
-def _kept(ctx: Any) -> Named:
-    tensors = ctx.saved_tensors
-    return {name: place[0] if isinstance(place, tuple) else tensors[place] for name, place in ctx.skeleton.items()}
+def _kept(ctx: Any, op: Operator) -> Named:
+    queue = iter(ctx.saved_tensors)
+    args: Named = {name: next(queue) for name in op.results if name is not None}
+    args |= {name: next(queue) for name in op.tensors}
+    args |= {name: [next(queue) for _ in range(length)] for name, length in zip(op.lists, ctx.lengths, strict=True)}
+    return args | dict(zip(op.others, ctx.others, strict=True)) | {"allow_tf32": ctx.allow_tf32}
 
 
 def _register(op: Operator) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _keep(ctx, op, inputs, output)
+        _keep(ctx, op, dict(zip(op.arguments, inputs, strict=True)), output)
 
     def backward(ctx: Any, *arrived: Any) -> tuple[Any, ...]:
         needed = dict(zip(op.arguments, ctx.needs_input_grad, strict=True))
-        args = _kept(ctx)
-        for name in ("captured", "tcaptured"):
-            if name in needed and not isinstance(needed[name], (list, tuple)):
+        args = _kept(ctx, op)
+        for name in op.lists:
+            if not isinstance(needed[name], (list, tuple)):
                 needed[name] = [needed[name]] * len(args[name])
-        grads = op.vjp(args, arrived, needed)
-        return tuple(_shaped(name, grads, args) for name in op.arguments)
+        return tuple(_gradients(op, args, arrived, needed))
 
     def batched(info: Any, in_dims: Any, *flat: Any) -> Any:
         outs = vmap(op.overload, op.arguments, info, in_dims, flat)
-        return (tuple(outs), (0,) * len(outs)) if op.results or op is JVP else (list(outs), [0] * len(outs))
+        return (outs, [0] * len(outs)) if op.returns_list else (tuple(outs), (0,) * len(outs))
 
     def transformed(*flat: Any) -> Any:
-        defaults = op.overload._schema.arguments[len(flat) :]  # the dispatcher leaves out trailing arguments equal to their defaults
-        results = _apply(op, [*flat, *(argument.default_value for argument in defaults)])
-        return list(results) if op in (BACKWARD, BACKWARD_JVP) else results
+        results = _apply(op, [*flat, *op.defaults[len(flat) :]])  # the dispatcher leaves out trailing arguments equal to their defaults
+        return list(results) if op.returns_list else results
 
     library.impl(op.name, transformed, "FuncTorchDynamicLayerFrontMode")
     torch.library.register_autograd(f"tilewise::{op.name}", backward, setup_context=setup_context, lib=library)
     torch.library.register_vmap(f"tilewise::{op.name}", batched, lib=library)
 
 
-def _shaped(name: str, grads: Named, args: Named) -> Any:
-    """A gradient as autograd wants it: for a list of tensors a list, of None where there is none."""
-    if name in ("captured", "tcaptured"):
-        return grads.get(name) or [None] * len(args[name])
-    return grads.get(name)
+def _gradients(op: Operator, args: Named, arrived: Sequence[Any], needed: Named) -> list[Any]:
+    """The gradients of all arguments as autograd wants them: for a list of tensors a list, of None where there is none."""
+    grads = op.vjp(args, arrived, needed)
+    return [(grads.get(name) or [None] * len(args[name])) if name in op.lists else grads.get(name) for name in op.arguments]
 
 
 class _Applied(torch.autograd.Function):
@@ -345,21 +256,22 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.op, ctx.counts = inputs[:2]
-        _keep(ctx, ctx.op, _grouped(ctx.op, ctx.counts, inputs[2:]), output)
+        op, ctx.counts = inputs[:2]
+        ctx.op = op
+        _keep(ctx, op, dict(zip(op.arguments, _grouped(op, ctx.counts, inputs[2:]), strict=True)), output)
         ctx.save_for_forward(*ctx.to_save)
 
     @staticmethod
     def backward(ctx: Any, *arrived: Any) -> Any:
-        needed = dict(zip(ctx.op.arguments, _grouped(ctx.op, ctx.counts, ctx.needs_input_grad[2:]), strict=True))
-        args = _kept(ctx)
-        grads = ctx.op.vjp(args, arrived if ctx.op.results or ctx.op is JVP else (arrived,), needed)
-        return None, None, *_spread([_shaped(name, grads, args) for name in ctx.op.arguments], ctx.op)
+        op = ctx.op
+        needed = dict(zip(op.arguments, _grouped(op, ctx.counts, ctx.needs_input_grad[2:]), strict=True))
+        grads = _gradients(op, _kept(ctx, op), (arrived,) if op.returns_list else arrived, needed)
+        return None, None, *_spread(op, grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        moved = dict(zip(ctx.op.arguments, _grouped(ctx.op, ctx.counts, tangents[2:]), strict=True))
-        return ctx.op.jvp(_kept(ctx), moved)
+        op = ctx.op
+        return op.jvp(_kept(ctx, op), dict(zip(op.arguments, _grouped(op, ctx.counts, tangents[2:]), strict=True)))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: Operator, counts: tuple[int, ...], *flat: Any) -> Any:
@@ -370,47 +282,80 @@ class _Applied(torch.autograd.Function):
         return tuple(outs), (0,) * len(outs)
 
 
-def _spread(args: Sequence[Any], op: Operator) -> list[Any]:
+def _spread(op: Operator, args: Sequence[Any]) -> list[Any]:
     flat: list[Any] = []
     for name, value in zip(op.arguments, args, strict=True):
-        flat += value if name in ("captured", "tcaptured") else [value]
+        flat += value if name in op.lists else [value]
     return flat
 
 
 def _grouped(op: Operator, counts: tuple[int, ...], flat: Sequence[Any]) -> list[Any]:
     queue, lengths = iter(flat), iter(counts)
-    return [[next(queue) for _ in range(next(lengths))] if name in ("captured", "tcaptured") else next(queue) for name in op.arguments]
+    return [[next(queue) for _ in range(next(lengths))] if name in op.lists else next(queue) for name in op.arguments]
+
+
+class _Direct(torch.autograd.Function):
+    """The forward operator without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *flat: Any) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+        ctx.count = count
+        args = dict(zip(FORWARD_ARGS, _grouped(FORWARD, (count,), flat), strict=True))
+        results = run_forward(args)
+        _keep(ctx, FORWARD, args, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Any) -> Any:
+        needed = dict(zip(FORWARD_ARGS, _grouped(FORWARD, (ctx.count,), ctx.needs_input_grad[1:]), strict=True))
+        return None, *_spread(FORWARD, _gradients(FORWARD, _kept(ctx, FORWARD), arrived, needed))
+
+
+def _unobserved(args: Named) -> bool:
+    """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
+        return False
+    tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"]
+    return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def _differentiates(args: Named) -> bool:
+    return torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*map(args.__getitem__, DIFFERENTIABLE), *args["captured"])
+    )
 
 
 def call(op: Operator, **args: Any) -> tuple[Tensor, ...]:
     """The results of an operator, in whatever way the active transforms need."""
     flat = [args[name] for name in op.arguments]
-    dual = forward_ad._current_level >= 0 and not torch._C._are_functorch_transforms_active() and any(_is_dual(x) for x in flat)
-    if not dual:
+    if not _any_dual(flat):
         return op.overload(*flat)
-    if torch.compiler.is_compiling():
-        return _dual_call(op, args)
-    return _apply(op, flat)
+    return _dual_call(op, args) if torch.compiler.is_compiling() else _apply(op, flat)
+
+
+def _apply(op: Operator, flat: Sequence[Any]) -> tuple[Tensor, ...]:
+    counts = tuple(len(value) for name, value in zip(op.arguments, flat, strict=True) if name in op.lists)
+    return _Applied.apply(op, counts, *_spread(op, flat))
 
 
 def _dual_call(op: Operator, args: Named) -> tuple[Tensor, ...]:
     """What `_Applied` does with dual tensors, spelled out for torch.compile, which does not trace a Function with a jvp."""
-    parts = {name: [_unpacked(x) for x in value] if isinstance(value, (list, tuple)) else _unpacked(value) for name, value in args.items()}
-    primals = {name: [p for p, _ in part] if isinstance(part, list) else part[0] for name, part in parts.items()}
-    moved = {name: [t for _, t in part] if isinstance(part, list) else part[1] for name, part in parts.items()}
+    parts: Named = {name: [_unpacked(x) for x in value] if name in op.lists else _unpacked(value) for name, value in args.items()}
+    primals = {name: [p for p, _ in part] if name in op.lists else part[0] for name, part in parts.items()}
+    moved = {name: [t for _, t in part] if name in op.lists else part[1] for name, part in parts.items()}
     results = op.overload(*(primals[name] for name in op.arguments))
-    kept = dict(zip(op.results, results, strict=False))
-    tangents = op.jvp({**primals, **kept, "allow_tf32": args.get("allow_tf32")}, moved)
+    kept = {name: x for name, x in zip(op.results, results, strict=False) if name is not None}
+    tangents = op.jvp({**primals, **kept}, moved)
     return tuple(forward_ad.make_dual(x, t) for x, t in zip(results, tangents, strict=True))
 
 
-def _unpacked(x: Any) -> tuple[Any, Tensor | None]:
-    return tuple(forward_ad.unpack_dual(x)) if isinstance(x, Tensor) else (x, None)
+def _unpacked(x: Any) -> Any:
+    return forward_ad.unpack_dual(x) if isinstance(x, Tensor) else (x, None)
 
 
-def _apply(op: Operator, flat: Sequence[Any]) -> tuple[Tensor, ...]:
-    counts = tuple(len(value) for name, value in zip(op.arguments, flat, strict=True) if name in ("captured", "tcaptured"))
-    return _Applied.apply(op, counts, *_spread(flat, op))
+def _any_dual(values: Sequence[Any]) -> bool:
+    """Whether one of these carries a tangent that the operator itself would drop; torch.func's own are seen to where it dispatches."""
+    return forward_ad._current_level >= 0 and not torch._C._are_functorch_transforms_active() and any(map(_is_dual, values))
 
 
 def _is_dual(x: Any) -> bool:
@@ -419,14 +364,19 @@ def _is_dual(x: Any) -> bool:
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
-def attention_forward(**args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward op by keywords. Returns (out, lse, max_logits, key_mass, entropy)."""
-    return call(FORWARD, **args)  # type: ignore[return-value]
+def attention_forward(**args: Any) -> tuple[Any, ...]:
+    """The forward op by keywords, in whatever way the active transforms need: (out, lse, max_logits, key_mass, entropy).
+
+    Auxiliary outputs that were not asked for are None or have no elements.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return call(FORWARD, **args)
+    if not _unobserved(args):
+        return FORWARD.overload(*(args[name] for name in FORWARD_ARGS))
+    if not _differentiates(args):
+        return run_forward(args)
+    return _Direct.apply(len(args["captured"]), *_spread(FORWARD, [args[name] for name in FORWARD_ARGS]))
 
 
-library.impl("attention_jvp", _jvp, "CompositeExplicitAutograd")
-library.impl("attention_backward_jvp", _backward_jvp, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention_jvp", _jvp_fake, lib=library)
-torch.library.register_fake("tilewise::attention_backward_jvp", _backward_jvp_fake, lib=library)
 for _op in (FORWARD, BACKWARD, JVP, BACKWARD_JVP):
     _register(_op)

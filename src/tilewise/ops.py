@@ -110,36 +110,45 @@ def wanted_aux(aux: str) -> frozenset[str]:
     return frozenset(aux.split(",")) if aux else frozenset()
 
 
-def allocate_outputs(args: dict[str, Any]) -> list[Tensor]:
-    """out, lse and the auxiliary outputs, those not asked for with no elements. Used by the op and by its fake alike."""
+def allocate_outputs(args: dict[str, Any]) -> tuple[Any, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for. Used by the op and by its fake alike."""
     q, k, v = args["q"], args["k"], args["v"]
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     batch, heads, seqlen_q, seqlen_k = q.shape[0], q.shape[heads_dim], q.shape[seq_dim], k.shape[seq_dim]
-    accumulate, wanted = accumulator_dtype(q.dtype), wanted_aux(args["aux"])
-    aux_shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
-    return [
-        q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype),
-        q.new_empty((batch, heads, seqlen_q), dtype=accumulate),
-        *(q.new_empty(aux_shapes[name] if name in wanted else (0,), dtype=accumulate) for name in AUX),
-    ]
+    accumulate, wanted = accumulator_dtype(q.dtype), args["aux"]
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=args["out_dtype"] or q.dtype)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=accumulate)
+    if not wanted:
+        return out, lse, None, None, None
+    shapes = {"max_logits": (heads,), "key_mass": (batch, heads, seqlen_k), "entropy": (batch, heads, seqlen_q)}
+    return out, lse, *(q.new_empty(shapes[name], dtype=accumulate) if name in wanted_aux(wanted) else None for name in AUX)
+
+
+def run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """out, lse and the auxiliary outputs, None for those that were not asked for."""
+    t, r = operands(args), rules(args, float32_precision_allows_tf32())
+    request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out_dtype"])
+    chosen = plan.select(t, r, args["backend"], request=request)
+    results = allocate_outputs(args)
+    out = Outputs(heads_first(results[0], args["layout"]), *results[1:])
+    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+        chosen.kernels().forward(t, r, out)
+    return results
+
+
+def as_tensors(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """An operator returns tensors: what was not asked for has no elements."""
+    lse = results[1]
+    assert lse is not None
+    return tuple(lse.new_empty(0) if x is None else x for x in results)
 
 
 def _forward(*flat: Any) -> tuple[Tensor, ...]:
-    args = dict(zip(FORWARD_ARGS, flat, strict=True))
-    t, r = operands(args), rules(args, float32_precision_allows_tf32())
-    wanted = wanted_aux(args["aux"])
-    request = Request(aux=wanted, out_dtype=args["out_dtype"])
-    chosen = plan.select(t, r, args["backend"], request=request)
-    results = allocate_outputs(args)
-    aux = {name: tensor if name in wanted else None for name, tensor in zip(AUX, results[2:], strict=True)}
-    out = Outputs(out=heads_first(results[0], args["layout"]), lse=results[1], **aux)
-    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
-        chosen.kernels().forward(t, r, out)
-    return tuple(results)
+    return as_tensors(run_forward(dict(zip(FORWARD_ARGS, flat, strict=True))))
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    return tuple(allocate_outputs(dict(zip(FORWARD_ARGS, flat, strict=True))))
+    return as_tensors(allocate_outputs(dict(zip(FORWARD_ARGS, flat, strict=True))))
 
 
 # ----------------------------------------------------------------------------------------------------------------- backward
@@ -159,9 +168,7 @@ class GradientBuffers:
         accumulate = accumulator_dtype(args["q"].dtype)
         sources = gradient_sources(args)
         self.results = gradients_fake(args)
-        self.buffers = [
-            x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(sources, self.results, strict=True)
-        ]
+        self.buffers = [x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(sources, self.results, strict=True)]
         queue = iter(self.buffers)
         by_name = {name: next(queue) if needed else None for name, needed in zip(DIFFERENTIABLE, needs, strict=False)}
         dq, dk, dv = (heads_first(x, layout) if (x := by_name[name]) is not None else None for name in ("q", "k", "v"))
@@ -177,9 +184,7 @@ class GradientBuffers:
 
     def finished(self) -> list[Tensor]:
         """The results, once the kernels have filled the buffers."""
-        return [
-            result if result is buffer else result.copy_(buffer) for result, buffer in zip(self.results, self.buffers, strict=True)
-        ]
+        return [result if result is buffer else result.copy_(buffer) for result, buffer in zip(self.results, self.buffers, strict=True)]
 
 
 def rank4(x: Tensor | None) -> Tensor | None:
@@ -211,8 +216,7 @@ def backward_request(args: dict[str, Any]) -> Request:
     )
 
 
-def _backward(*flat: Any) -> list[Tensor]:
-    args = dict(zip(BACKWARD_ARGS, flat, strict=True))
+def run_backward(args: dict[str, Any]) -> list[Tensor]:
     t, r = operands(args), rules(args, args["allow_tf32"])
     buffers, cot, kept = GradientBuffers(args), cotangents(args), saved(args)
     if kept.lse.numel() and t.k.shape[2]:
@@ -225,6 +229,10 @@ def _backward(*flat: Any) -> list[Tensor]:
             in_use = kept.lse != float("-inf")
             dsink.copy_(torch.where(in_use, cot.dlse, 0.0).sum((0, 2)))
     return buffers.finished()
+
+
+def _backward(*flat: Any) -> list[Tensor]:
+    return run_backward(dict(zip(BACKWARD_ARGS, flat, strict=True)))
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:

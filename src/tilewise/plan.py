@@ -95,7 +95,7 @@ class Gradients:
 
 @dataclass(slots=True)
 class Tangents:
-    """The direction of a forward-mode derivative: a tangent for each differentiable operand, shaped as it; None for one that stands still."""
+    """The direction of a forward-mode derivative: a tangent for each differentiable operand, None for one that stands still."""
 
     tq: Tensor | None = None
     tk: Tensor | None = None

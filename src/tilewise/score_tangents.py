@@ -36,7 +36,9 @@ class Tangents:
         queue = iter(places[len(outputs) :])
         self.tangents = [None if x is None else next(queue) for x in moving]
 
-    def evaluate(self, env: Mapping[str, Tensor], captured: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor | None]]:
+    def evaluate(
+        self, env: Mapping[str, Tensor], captured: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         moving = [place for place in self.tangents if place is not None]
         results = _execute(self.instructions, [*self.values, *moving], env, captured, dtype)
         queue = iter(results[len(self.values) :])

@@ -1,8 +1,8 @@
 """Forward-mode and second derivatives in plain torch, tile by tile: any device, every feature, O(N) memory.
 
-`jvp` is the tangent of the forward pass: how output, LSE, key mass and entropy move when the inputs do. `backward_jvp` is the tangent of the
-backward pass: how the gradients move. The second serves double backward too, since a Hessian is symmetric: with w the gradients that
-reached the outputs and u those that reach the gradients, d/dx <u, J(x)^T w> is the tangent of J^T w along u, and d/dw of it is J u, a `jvp`.
+`jvp` is the tangent of the forward pass: how output, LSE, key mass and entropy move when the inputs do. `backward_jvp` is the tangent of
+the backward pass: how the gradients move. The second serves double backward too, since a Hessian is symmetric: with w the gradients that
+reached the outputs and u those that reach the gradients, d/dx <u, J(x)^T w> is the tangent of J^T w along u, and d/dw of it is J u.
 
 With p the probabilities and ts the tangent of a score, a row's LSE moves by tlse = sum_j p_j ts_j and its probabilities by p (ts - tlse).
 The rows' state is recomputed in a first pass, so that the probabilities sum to 1 whatever the magnitude of the scores.
@@ -91,6 +91,7 @@ def score_tile(c: Chunk, rows: Queries, keys: Keys, i: slice, j: slice, hidden: 
         tile.addcmul_(c.part(u.talibi_slopes)[..., None, None].to(c.dtype), distances(c, i, j), value=-1)
     if r.score_mod:
         tscore = tile.clone()
+        assert score is not None
         tile.copy_(score_tangents.jvp(r.score_mod, {"score": score, **indices(c, i, j)}, c.t.captured, u.tcaptured, tscore))
     if hidden is not None:
         tile.masked_fill_(hidden, 0.0)
@@ -234,7 +235,7 @@ def load_output_gradients(c: Chunk, i: slice, rows: Queries, cot: Cotangents, tc
 def probability_gradients(
     c: Chunk, i: slice, j: slice, tile: Tile, state: Rows, w: OutputGradients, v: Keys, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """dP and its tangent, both 0 where hidden: through the output, key_mass and entropy. Reads s before `probability_tile` overwrites it."""
+    """dP and its tangent, both 0 where hidden: through the output, key_mass and entropy. For a tile whose s is still there."""
     dp, tdp = torch.zeros_like(tile.s), torch.zeros_like(tile.s)
     if w.dout is not None:
         dp = torch.bmm(w.dout, v.x.mT)
@@ -279,7 +280,15 @@ def row_terms(c: Chunk, i: slice, rows: Queries, state: Rows, w: OutputGradients
 
 
 def backward_jvp_tile(
-    c: Chunk, i: slice, u: Tangents, saved: Saved, cot: Cotangents, tcot: Cotangents, tangents: Gradients, tdk: Tensor | None, tdv: Tensor | None
+    c: Chunk,
+    i: slice,
+    u: Tangents,
+    saved: Saved,
+    cot: Cotangents,
+    tcot: Cotangents,
+    tangents: Gradients,
+    tdk: Tensor | None,
+    tdv: Tensor | None,
 ) -> None:
     """What one tile of queries adds to the tangent of every gradient. tdk (C, Sk, D) and tdv (C, Sk, Dv) are running sums."""
     t, r = c.t, c.r

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import DBIAS
-from .launch import RUNTIME, Launch, alignment, matrix_strides, strides
+from .launch import RUNTIME, Launch, alignment, matrix_strides, run, strides
 from .row_terms import RowTerms
 from .tiles import ROW_BLOCK, head_of, key_tile_range, load_tile, matrix_pointers, tile_gradient, used_length
 
@@ -83,7 +83,9 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms
     align = alignment(t.q, t.k, t.v, dout)
     batch, heads = dbias.shape[:2]
     tiles = triton.cdiv(call.size_q, config.block_m) * triton.cdiv(call.size_k, config.block_n)
-    bias_gradient[(tiles * batch * heads,)](
+    run(
+        bias_gradient,
+        tiles * batch * heads,
         t.q,
         t.k,
         t.v,
@@ -101,7 +103,7 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms
         *strides(t.k, align),
         *strides(t.v, align),
         *strides(dout, align),
-        **call.rule_arguments(),
+        **call.rule_arguments,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         **call.constants(config, align, False),
     )

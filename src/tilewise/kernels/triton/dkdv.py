@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import DKDV
-from .launch import RUNTIME, Launch, alignment, describable, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, run, source, strides
 from .row_terms import RowTerms
 from .tiles import (
     NEG_INF,
@@ -198,7 +198,9 @@ def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: 
     tma_do = config.descriptors and describable(dout)
     written = [x for x in (grads.dk, grads.dv) if x is not None]
     align = alignment(t.q, t.k, t.v, dout, *written)
-    attention_dkdv[(triton.cdiv(call.size_k, config.block_n) * call.batch * call.heads_k,)](
+    run(
+        attention_dkdv,
+        triton.cdiv(call.size_k, config.block_n) * call.batch * call.heads_k,
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -215,7 +217,7 @@ def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: 
         *strides(dout, align),
         *strides(grads.dk, align),
         *strides(grads.dv, align),
-        **call.rule_arguments(),
+        **call.rule_arguments,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         **call.constants(config, align, tma),
         TMA_DO=tma_do,

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import DQ
-from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, run, source, strides
 from .row_terms import RowTerms
 from .tiles import (
     NEG_INF,
@@ -148,7 +148,9 @@ def launch_dq(
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
-    attention_dq[(triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads,)](
+    run(
+        attention_dq,
+        triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads,
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -166,7 +168,7 @@ def launch_dq(
         *strides(t.v, align),
         *strides(dout, align),
         *strides(dq, align),
-        **call.rule_arguments(),
+        **call.rule_arguments,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         **call.constants(config, align, tma),
         TMA_DO=tma_do,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .configs import FORWARD
-from .launch import RUNTIME, Launch, alignment, contiguous, describable, source, strides
+from .launch import RUNTIME, Launch, alignment, contiguous, describable, run, source, strides
 from .tiles import (
     LOG2E,
     NEG_INF,
@@ -139,7 +139,9 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
     align = alignment(t.q, t.k, t.v, out.out)
     programs = triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads
     with call.device_guard():
-        attention_forward[(programs,)](
+        run(
+            attention_forward,
+            programs,
             source(t.q, config.block_m, call.block_d, tma),
             source(t.k, config.block_n, call.block_d, tma),
             source(t.v, config.block_n, call.block_dv, tma),
@@ -149,7 +151,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
             *strides(t.k, align),
             *strides(t.v, align),
             *strides(out.out, align),
-            **call.rule_arguments(),
+            **call.rule_arguments,
             sink_ptr=contiguous(t.sink),
             **call.constants(config, align, tma),
         )

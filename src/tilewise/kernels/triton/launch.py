@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+import triton
 
 from .configs import Config, architecture, choose, features, padded, shared_limit
 
@@ -78,12 +81,14 @@ class Launch:
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which need not be that of the tensors."""
-        if self.t.q.device.type != "cuda":
-            return nullcontext()
         import torch
 
-        return torch.cuda.device(self.t.q.device)
+        device = self.t.q.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return nullcontext()
+        return torch.cuda.device(device)
 
+    @functools.cached_property
     def rule_arguments(self) -> dict[str, Any]:
         """Everything but the tiles' own tensors, by the kernels' parameter names."""
         t, r = self.t, self.r
@@ -116,6 +121,56 @@ class Launch:
         return arguments
 
 
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def run(kernel: Any, programs: int, *given: Any, **named: Any) -> None:
+    """``kernel[(programs,)](*given, **named)``, with a short way to the compiled kernel when the same types come again.
+
+    Triton binds and hashes all sixty arguments on every launch, which takes longer than a small kernel runs. What a compiled kernel of
+    ours depends on is less: types, 16-byte alignment of pointers, and compile-time values, as no integer is specialised on.
+    """
+    import torch
+
+    if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:  # on AMD the extent of a tensor counts too
+        kernel[(programs,)](*given, **named)
+        return
+    names, exact = parameters(kernel)
+    values = [*given, *[named[name] for name in names[len(given) :]]]
+    options = [named[name] for name in named if name not in exact]
+    key = (kernel.__name__, torch.cuda.current_device(), *[kind(x, exact[n]) for x, n in zip(values, names, strict=True)], *options)
+    found = _compiled.get(key)
+    if found is None:
+        _compiled[key] = kernel[(programs,)](*given, **named)
+    else:
+        found[(programs, 1, 1)](*values)
+
+
+_parameters: dict[str, tuple[list[str], dict[str, bool]]] = {}
+
+
+def parameters(kernel: Any) -> tuple[list[str], dict[str, bool]]:
+    """The names of a kernel's arguments, and of each whether what is compiled depends on its value."""
+    found = _parameters.get(kernel.__name__)
+    if found is None:
+        exact = {x.name: x.is_constexpr or not x.do_not_specialize for x in kernel.params}
+        found = _parameters[kernel.__name__] = (kernel.arg_names, exact)
+    return found
+
+
+def kind(x: Any, exact: bool) -> Any:
+    """What a compiled kernel knows of an argument."""
+    if x is None or type(x) is float:
+        return x is None
+    if type(x) is int:
+        return x if exact else "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
+    if hasattr(x, "data_ptr"):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if hasattr(x, "block_shape"):  # a descriptor
+        return x.base.dtype, *x.block_shape
+    return x
+
+
 def contiguous(x: Tensor | None) -> Tensor | None:
     """Vectors of one number a batch item or head: too small for a stride to be worth an argument."""
     return None if x is None else x.contiguous()
@@ -129,7 +184,27 @@ def as_bytes(x: Tensor | None) -> Tensor | None:
 
 def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     """Strides with 0 for every dimension of size 1."""
-    return (0,) * 4 if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    return (0,) * 4 if x is None else used_strides(x.shape, x.stride())
+
+
+# What follows from sizes and strides alone is kept: in training and serving the same ones come again and again.
+
+
+@functools.lru_cache(maxsize=4096)
+def used_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_aligned(shape: tuple[int, ...], stride: tuple[int, ...], step: int) -> bool:
+    """Whether every row starts at a multiple of ``step`` elements, and neighbours in it are adjacent."""
+    adjacent = shape[3] == 1 or stride[3] == 1
+    return adjacent and all(s % step == 0 for s in used_strides(shape, stride)[:3])
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_describable(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return rows_aligned(shape, stride, 8) and 0 not in shape and all(n == 1 or s > 0 for n, s in zip(shape[:3], stride[:3], strict=True))
 
 
 def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
@@ -141,8 +216,7 @@ def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
 def alignment(*tensors: Tensor) -> int:
     """How many elements divide every stride and 16 bytes in all of `tensors`: 16 bytes' worth, or 1."""
     step = 16 // min(x.element_size() for x in tensors)
-    outer = [s for x in tensors for s in broadcast_strides(x)[:3]]
-    aligned = all(s % step == 0 for s in outer) and all(inner_stride(x) is None and x.data_ptr() % 16 == 0 for x in tensors)
+    aligned = all(x.data_ptr() % 16 == 0 and rows_aligned(x.shape, x.stride(), step) for x in tensors)
     return step if aligned else 1
 
 
@@ -155,20 +229,13 @@ def strides(x: Tensor | None, align: int) -> tuple[int | None, ...]:
     """(batch, head, row) strides in units of ``align`` elements, and the inner one as `inner_stride` gives it."""
     if x is None:
         return 0, 0, 0, None
-    b, h, s, _ = broadcast_strides(x)
+    b, h, s, _ = used_strides(x.shape, x.stride())
     return b // align, h // align, s // align, inner_stride(x)
 
 
 def describable(*tensors: Tensor) -> bool:
     """Whether tensor descriptors can address all of these: 16-byte rows, no broadcast dimension, nothing empty."""
-    return all(
-        x.numel() > 0
-        and x.element_size() == 2
-        and inner_stride(x) is None
-        and x.data_ptr() % 16 == 0
-        and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-        for x in tensors
-    )
+    return all(x.element_size() == 2 and x.data_ptr() % 16 == 0 and rows_describable(x.shape, x.stride()) for x in tensors)
 
 
 def source(x: Tensor, rows: int, cols: int, by_descriptor: bool) -> Any:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import configs
 from .configs import FORWARD
-from .launch import RUNTIME, Launch, alignment, contiguous, strides
+from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
 from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, scores, used_length
 
 if TYPE_CHECKING:
@@ -77,14 +77,16 @@ def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
     align = alignment(t.q, t.k)
     row_blocks = triton.cdiv(call.size_q, configs.ROW_BLOCK)
     rest = lse.new_empty(call.batch, call.heads, row_blocks * configs.ROW_BLOCK)
-    lse_rest[(rest.numel() // config.block_m,)](
+    run(
+        lse_rest,
+        rest.numel() // config.block_m,
         t.q,
         t.k,
         lse,
         rest,
         *strides(t.q, align),
         *strides(t.k, align),
-        **call.rule_arguments(),
+        **call.rule_arguments,
         **call.constants(config, align, False),
         sink_ptr=contiguous(t.sink),
         row_blocks=row_blocks,

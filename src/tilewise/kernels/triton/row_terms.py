@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .configs import ROW_BLOCK
 from .launch import LOG2E as HOST_LOG2E
-from .launch import RUNTIME, Launch, alignment, contiguous, strides
+from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
 from .lse_rest import lse_rest_of
 from .tiles import LOG2E, NEG_INF, head_of, load_tile, used_length
 
@@ -69,14 +69,14 @@ def row_terms(
 
 
 def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, dsink: Tensor | None) -> RowTerms:
-    """Launch `row_terms` and finish the sink's gradient. """
+    """Launch `row_terms` and finish the sink's gradient."""
     rest = lse_rest_of(call, t, saved.lse)
     row_tiles = triton.cdiv(call.size_q, ROW_BLOCK) * (ROW_BLOCK // BLOCK_M)
     row_lse, delta = (saved.lse.new_empty(call.batch, call.heads, row_tiles * BLOCK_M) for _ in range(2))
     partial = None if dsink is None else saved.lse.new_empty(call.batch, call.heads, row_tiles)
     align = alignment(saved.out, dout)
     dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-    row_terms[(row_tiles * call.batch * call.heads,)](
+    run(row_terms, row_tiles * call.batch * call.heads,
         saved.out, dout, saved.lse, rest, dlse, delta, row_lse,
         None if dsink is None else contiguous(t.sink), partial, contiguous(t.seqused_q),
         *strides(saved.out, align), *strides(dout, align), *dlse_strides,
