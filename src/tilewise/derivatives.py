@@ -181,7 +181,7 @@ class Operator:
         self.defaults = [argument.default_value for argument in schema.arguments]
         kinds = {argument.name: str(argument.type) for argument in schema.arguments}
         self.tensors = [x for x in arguments if kinds[x] in ("Tensor", "Optional[Tensor]")]
-        self.lists = [x for x in arguments if kinds[x] == "List[Tensor]"]
+        self.lists = [x for x in arguments if kinds[x] == "Optional[List[Tensor]]"]
         self.others = [x for x in arguments if x not in self.tensors and x not in self.lists]
 
 
@@ -198,7 +198,7 @@ def _keep(ctx: Any, op: Operator, args: Named, outputs: Sequence[Tensor | None])
     """Saves what the formulas need: every argument, and those results that `op` names."""
     ctx.set_materialize_grads(False)
     kept = [x for name, x in zip(op.results, outputs, strict=False) if name is not None]
-    lists = [args[name] for name in op.lists]
+    lists = [args[name] or [] for name in op.lists]
     ctx.save_for_backward(*kept, *[args[name] for name in op.tensors], *[x for values in lists for x in values])
     ctx.lengths = [len(values) for values in lists]
     ctx.others = [args[name] for name in op.others]

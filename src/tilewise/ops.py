@@ -39,7 +39,7 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 
 OPERAND_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_q, "
-    "Tensor? seqused_k, Tensor? dropout_seed, Tensor[] captured"
+    "Tensor? seqused_k, Tensor? dropout_seed, Tensor[]? captured"
 )
 RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
@@ -96,7 +96,7 @@ def operands(args: dict[str, Any]) -> Operands:
     for name in ("bias", "mask"):
         tensors[name] = rank4(tensors[name])
     tensors["alibi_slopes"] = rank2(tensors["alibi_slopes"])
-    tensors["captured"] = tuple(tensors["captured"])
+    tensors["captured"] = tuple(tensors["captured"] or ())  # packages of AOTInductor make None of an empty list
     return Operands(**tensors)
 
 
@@ -156,7 +156,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 def gradient_sources(args: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors whose gradient the backward op returns, in order: those of DIFFERENTIABLE, then the captured ones."""
-    sources = [(name, args[name]) for name in DIFFERENTIABLE] + [("captured", x) for x in args["captured"]]
+    sources = [(name, args[name]) for name in DIFFERENTIABLE] + [("captured", x) for x in args["captured"] or ()]
     return [source for source, needed in zip(sources, args["needs"], strict=True) if needed]
 
 

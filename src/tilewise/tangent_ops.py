@@ -45,7 +45,7 @@ BACKWARD_JVP_ARGS = (
     *(*SAVED, *OPERANDS, *RULES, "allow_tf32", "needs"),
 )
 
-_DIRECTION_SCHEMA = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? talibi_slopes, Tensor? tsink, Tensor[] tcaptured"
+_DIRECTION_SCHEMA = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? talibi_slopes, Tensor? tsink, Tensor[]? tcaptured"
 _SAVED_SCHEMA = "Tensor out, Tensor lse, Tensor entropy"
 library.define(
     f"attention_jvp({_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, str aux) "
@@ -68,7 +68,7 @@ def chosen_tf32(args: dict[str, Any]) -> bool:
 
 def _direction(args: dict[str, Any]) -> Tangents:
     tq, tk, tv = (None if args[name] is None else heads_first(args[name], args["layout"]) for name in ("tq", "tk", "tv"))
-    return Tangents(tq, tk, tv, rank4(args["tbias"]), rank2(args["talibi_slopes"]), args["tsink"], tuple(args["tcaptured"]))
+    return Tangents(tq, tk, tv, rank4(args["tbias"]), rank2(args["talibi_slopes"]), args["tsink"], tuple(args["tcaptured"] or ()))
 
 
 def _jvp_outputs(args: dict[str, Any]) -> tuple[Any, ...]:
