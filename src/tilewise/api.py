@@ -16,6 +16,7 @@ from .checks import (
     check_values_on_device,
     check_window,
     per_head,
+    refuse_a_seed_for_each_rank,
     refuse_descale,
     sequence_lengths,
     typed,
@@ -219,6 +220,8 @@ def prepare(
     seqused_k = sequence_lengths("seqused_k", seqused_k, sizes.seqlen_k, sizes)
     if check_values:
         check_values_on_device(seqused_q, seqused_k, sizes)
+    if dropout_p > 0 and dropout_seed is None:
+        refuse_a_seed_for_each_rank(q)
     seed = _seed(dropout_seed, dropout_p, q.device)
 
     mask_mod, score_text, captured, dense = "", "", [], None

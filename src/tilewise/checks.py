@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -142,3 +143,12 @@ def refuse_descale(**scales: Any) -> None:
             raise UnsupportedAttention(
                 f"{name} was given, but fp8 inputs are not supported yet; pass float16 or bfloat16 tensors and no {name}"
             )
+
+
+def refuse_a_seed_for_each_rank(q: Tensor) -> None:
+    """Every rank of a DTensor would draw its own seed, and what they computed would not fit together."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(q, distributed.DTensor):
+        raise UnsupportedAttention(
+            "dropout_seed is None, and q is a DTensor: every rank would draw another seed. Give the same dropout_seed on all ranks, an int"
+        )

@@ -17,12 +17,14 @@ formulas are a `torch.autograd.Function`, and `call` takes whichever is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from .late import when_imported
 from .ops import (
     BACKWARD_ARGS,
     DIFFERENTIABLE,
@@ -380,3 +382,12 @@ def attention_forward(**args: Any) -> tuple[Any, ...]:
 
 for _op in (FORWARD, BACKWARD, JVP, BACKWARD_JVP):
     _register(_op)
+
+
+def _register_sharding(module: ModuleType) -> None:
+    from .integrations import dtensor
+
+    dtensor.register(module)
+
+
+when_imported("torch.distributed.tensor", _register_sharding)

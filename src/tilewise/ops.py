@@ -6,9 +6,6 @@ profiler: opaque, functional, with exact fakes. Which kernels run is decided ins
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from . import plan
 from .cost import Problem, flops
+from .late import when_imported
 from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
 
 # The arguments of both ops after their own first ones, in this order. One list, so that schemas, autograd and vmap cannot disagree.
@@ -326,7 +324,7 @@ torch.library.register_fake("tilewise::attention_forward", _forward_fake, lib=li
 torch.library.register_fake("tilewise::attention_backward", _backward_fake, lib=library)
 
 
-def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
+def problem_of(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
     args = dict(zip(names, flat, strict=False))
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
@@ -346,35 +344,11 @@ def _problem(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
 def _register_flops(counter: ModuleType) -> None:
     @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(FORWARD_ARGS, flat), "fwd")
+        return flops(problem_of(FORWARD_ARGS, flat), "fwd")
 
     @counter.register_flop_formula(torch.ops.tilewise.attention_backward)
     def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(_problem(BACKWARD_ARGS, flat), "bwd")
+        return flops(problem_of(BACKWARD_ARGS, flat), "bwd")
 
 
-class _WhenFlopsAreCounted(importlib.abc.MetaPathFinder):
-    """Registers the formulas when torch's FLOP counter is imported, not before: that module imports Triton."""
-
-    name = "torch.utils.flop_counter"
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_then_register(module: ModuleType) -> None:
-                execute(module)
-                _register_flops(module)
-
-            spec.loader.exec_module = execute_then_register  # type: ignore[method-assign]
-        return spec
-
-
-if _WhenFlopsAreCounted.name in sys.modules:
-    _register_flops(sys.modules[_WhenFlopsAreCounted.name])
-else:
-    sys.meta_path.insert(0, _WhenFlopsAreCounted())
+when_imported("torch.utils.flop_counter", _register_flops)

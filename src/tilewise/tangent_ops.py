@@ -6,12 +6,15 @@ Arguments are those of the passes themselves, with a tangent (``tq`` for that of
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import plan
+from .cost import tangent_flops
+from .late import when_imported
 from .ops import (
     DIFFERENTIABLE,
     OPERAND_SCHEMA,
@@ -28,6 +31,7 @@ from .ops import (
     heads_first,
     library,
     operands,
+    problem_of,
     rank2,
     rank4,
     rules,
@@ -109,3 +113,16 @@ library.impl("attention_jvp", _jvp, "CompositeExplicitAutograd")
 library.impl("attention_backward_jvp", _backward_jvp, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::attention_jvp", _jvp_fake, lib=library)
 torch.library.register_fake("tilewise::attention_backward_jvp", _backward_jvp_fake, lib=library)
+
+
+def _register_flops(counter: ModuleType) -> None:
+    @counter.register_flop_formula(torch.ops.tilewise.attention_jvp)
+    def _jvp_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
+        return tangent_flops(problem_of(JVP_ARGS, flat), "fwd")
+
+    @counter.register_flop_formula(torch.ops.tilewise.attention_backward_jvp)
+    def _backward_jvp_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
+        return tangent_flops(problem_of(BACKWARD_JVP_ARGS, flat), "bwd")
+
+
+when_imported("torch.utils.flop_counter", _register_flops)
