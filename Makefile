@@ -25,7 +25,7 @@ INSTALL_TORCH := $(VPY) -m pip install -q "$(TORCH)"
 GPU_PYTHON := $(VPY)
 endif
 
-.PHONY: help demo test lint gpu compile-all wheel tables clean
+.PHONY: help demo test lint docs gpu compile-all wheel tables release-check clean
 
 help:
 	@echo "make demo         train a small model twice and draw memory against context length (under two minutes)"
@@ -34,6 +34,8 @@ help:
 	@echo "make gpu          GPU tests, then the benchmark, results under benchmarks/results"
 	@echo "make compile-all  compile every kernel for every target without a GPU and rewrite the table"
 	@echo "make tables       rewrite the generated parts of README.md"
+	@echo "make docs         build the documentation site under site/, every warning an error"
+	@echo "make release-check  as make test, and every committed result must belong to these sources"
 	@echo "make wheel        build the wheel under dist/"
 
 # Stamps: a virtual environment is rebuilt when what it holds was declared anew. torch goes in first and alone, so that the
@@ -68,6 +70,12 @@ lint: $(VENV)/.dev
 test: lint .venv36/.ready
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VPY) -m pytest -n $(JOBS) -m "not gpu"
 
+docs: $(VENV)/.dev
+	$(VPY) -m mkdocs build --strict
+
+release-check: export TILEWISE_RELEASE_CHECK = 1
+release-check: test
+
 ifneq ($(HAS_CUDA),yes)
 gpu compile-all: $(VENV)/.dev .venv36/.ready
 endif
@@ -85,4 +93,4 @@ wheel: $(VENV)/.dev
 	$(VPY) -m build --wheel
 
 clean:
-	rm -rf $(VENV) .venv36 build dist demo-output src/*.egg-info
+	rm -rf $(VENV) .venv36 build dist demo-output site src/*.egg-info

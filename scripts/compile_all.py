@@ -35,7 +35,32 @@ TARGETS = {
 }
 KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
-FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "everything")
+FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "program", "everything")
+
+# What `kernels.triton.emission` makes of score + table[h, q_idx - kv_idx + n] * gate[h], of its derivative with gradients of both tensors,
+# and of (documents[b, q_idx] == documents[b, kv_idx]) & (q_idx >= kv_idx).
+LOADS = """score f
+h i
+q_idx i
+kv_idx i
+sub i 2 3
+const i 4095
+add i 4 5
+load f 0 inside,narrow,adjacent 1 6
+load f 1 inside,narrow,adjacent 1
+"""
+SCORE_MOD = LOADS + "mul f 7 8\nadd f 0 9"
+SCORE_GRAD = LOADS.replace("score f", "grad f") + "chain f 0 8\nchain f 0 7\nscatter f 0 - 9 1 6\n"
+SCORE_GRAD += "scatter f 1 sum_rows,sum_cols 10 1\nfloat f 0"
+MASK_MOD = """b i
+q_idx i
+kv_idx i
+load i 2 inside,narrow,adjacent 0 1
+load i 2 inside,narrow,adjacent 0 2
+eq b 3 4
+ge b 1 2
+and b 5 6"""
+CAPTURED, CAPTURED_SIZES = ("*bf16", "*fp32", "*i32"), (("i64",) * 4, ("i64",) * 2, ("i64",) * 4)
 
 
 @dataclass(frozen=True)
@@ -102,17 +127,22 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} if config else {"BLOCK_M": 64}
     tma = bool(config and config.descriptors and case.kernel != "lse_rest")
-    natural = case.bits == 32 or case.has("bias", "softcap", "alibi") or case.kernel in ("lse_rest", "bias_gradient")
+    natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program") or case.kernel in ("lse_rest", "bias_gradient")
     constants |= {
         "ALIGN": 128 // case.bits,
         "TMA": tma,
         "TMA_DO": tma,
         "NATURAL": natural,
-        "SANITIZE": case.has("window", "mask", "bias", "seqused"),
+        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program"),
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
-        "BIAS_ROWS": False,
+        "DENSE": case.has("mask", "bias", "program") or case.kernel == "bias_gradient",
+        "SCORE_MOD": SCORE_MOD if case.has("program") else "",
+        "MASK_MOD": MASK_MOD if case.has("program") else "",
+        "SCORE_GRAD": SCORE_GRAD if case.has("program") else "",
     }
+    if case.kernel != "attention_dq":
+        constants["SCORE_GRAD"] = "\n".join(line for line in constants["SCORE_GRAD"].split("\n") if not line.startswith("scatter"))
     bias = case.has("bias") or case.kernel in ("lse_rest", "bias_gradient")
     optional = {
         "bias_ptr": f"*{case.dtype}" if bias else None,
@@ -132,11 +162,14 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "bias_rows_ptr": None,
         "bias_cols_ptr": "*fp32" if bias and case.kernel == "attention_dkdv" else None,
         "slope_rows_ptr": "*fp32" if case.has("alibi") else None,
+        "captured_ptr": CAPTURED if case.has("program") else None,
+        "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
+        "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
     statistics = {"lse_ptr", "row_lse_ptr", "delta_ptr"}
 
-    def kind(name: str) -> str | None:
+    def kind(name: str) -> str | tuple | None:
         if name in optional:
             return optional[name]
         if name.endswith("_ref"):
@@ -158,6 +191,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
             signature[name], values[(index,)] = "constexpr", None
         else:
             signature[name] = type_
+            if name == "dcaptured_ptr":  # the document numbers have no gradient
+                values[(index, 2)] = None
     options = {"num_warps": config.num_warps if config else 4, "num_stages": config.num_stages if config else 1}
     return signature, {"constexprs": values, "options": options}
 
@@ -171,7 +206,7 @@ def compile_case(case: Case, keep: bool = False) -> dict:
     configs, kernels = kernels_package()
     kernel = kernels[case.kernel]
     signature, chosen = argument_types(case, inspect.signature(kernel.fn).parameters, configs)
-    attributes = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_.startswith("*")}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if str(type_).startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=chosen["constexprs"], attrs=attributes)
     options = {**chosen["options"], "enable_fp_fusion": True}
     binary = triton.compile(source, target=GPUTarget(*TARGETS[case.target]), options=options)

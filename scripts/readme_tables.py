@@ -1,6 +1,6 @@
-"""Writes the generated parts of README.md: the support table from the code, the measured results and the figure from benchmarks/results.
+"""Writes the generated parts of README.md: the support table from the code, the measured results and the figures from benchmarks/results.
 
-python scripts/readme_tables.py            rewrite README.md (and the figure, where matplotlib is installed)
+python scripts/readme_tables.py            rewrite README.md (and the figures, where matplotlib is installed)
 python scripts/readme_tables.py --check    change nothing; exit status 1 if README.md is stale
 """
 
@@ -198,14 +198,26 @@ def render(text: str) -> str:
     return fill(fill(text, "support", support_table()), "results", results_section(load_rows()))
 
 
-def draw_figure() -> None:
-    """Draw docs/figures/memory.* from the committed demo results, where there are some and matplotlib is installed."""
+def figure_rows() -> list[Row]:
+    """The rows of the newest results file of a GPU: what the benchmark's pictures show."""
+    files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(RESULTS.glob("*.jsonl"))]
+    files = [rows for rows in files if any(row.get("case") == "paper" for row in rows)]
+    return max(files, key=lambda rows: rows[-1].get("date") or "", default=[])
+
+
+def draw_figures() -> None:
+    """Draw docs/figures/memory.* from the committed demo results and docs/figures/bench-* from the newest benchmark, where there are some
+    and matplotlib is installed."""
     try:
+        from tilewise.bench import plot as bench_plot
         from tilewise.demo import plot
     except ImportError:
         return
     if DEMO_RESULTS.exists():
         plot.draw(json.loads(DEMO_RESULTS.read_text()), FIGURES)
+    for old in FIGURES.glob("bench-*.svg"):
+        old.unlink()
+    bench_plot.draw(figure_rows(), FIGURES, prefix="bench-")
 
 
 def main() -> int:
@@ -219,7 +231,7 @@ def main() -> int:
             print("README.md is stale: run `make tables`", file=sys.stderr)
         return int(fresh != text)
     README.write_text(fresh)
-    draw_figure()
+    draw_figures()
     return 0
 
 

@@ -7,6 +7,8 @@ It computes bfloat16 products wrongly, so those are left to the GPU suite. ``TIL
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -16,14 +18,13 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise import masks, reference
 from tilewise.kernels import triton as kernels
 
 from . import cases, helpers
 
 INDEX, COUNT = map(int, os.environ.get("TILEWISE_SLICE", "0/1").split("/"))
-# Programs are refused by these kernels until they can emit them.
-WITHOUT_PROGRAMS = {name: ["none"] if name == "score_mod" else levels for name, levels in cases.FACTORS.items()}
-CHOICES = [c for c in cases.SINGLES if c["score_mod"] == "none"] + cases.covering_array(WITHOUT_PROGRAMS)
+CHOICES = cases.SINGLES + cases.CHOICES
 HALF_CHOICES = CHOICES[::5]
 
 
@@ -72,7 +73,7 @@ def sliced(values: list) -> list:
 
 
 def test_choices_cover_every_pair():
-    assert set().union(*map(cases.pairs_of, CHOICES)) == cases.all_pairs(WITHOUT_PROGRAMS)
+    assert set().union(*map(cases.pairs_of, CHOICES)) == cases.all_pairs(cases.FACTORS)
 
 
 @pytest.mark.parametrize("choice", sliced(CHOICES), ids=cases.name)
@@ -88,6 +89,66 @@ def test_float16(choice):
 @pytest.mark.parametrize("head_dim", sliced([1, 7, 16, 33]))
 def test_head_dims_are_padded_inside(head_dim):
     check(helpers.make_inputs(batch=1, heads=1, seqlen_q=20, head_dim=head_dim, head_dim_v=head_dim + 2))
+
+
+Leaves = dict[str, Tensor]
+# FlexAttention's public examples, and what the language has besides: arguments of a call from its tensors, some of them captured.
+PROGRAMS: dict[str, Callable[[Leaves], dict]] = {
+    "alibi": lambda x: {"score_mod": lambda s, b, h, i, j: s - x["slopes"][h] * (i - j).abs()},
+    "relative table": lambda x: {"score_mod": lambda s, b, h, i, j: s + x["table"][h, i - j + 35]},
+    "softcap, causal": lambda x: {"score_mod": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0), "causal": True},
+    "causal by -inf": lambda x: {"score_mod": lambda s, b, h, i, j: torch.where(i + 16 >= j, s, -float("inf"))},
+    "gates and bias": lambda x: {"score_mod": lambda s, b, h, i, j: s * torch.sigmoid(x["point"]) + x["rows"][i] * x["columns"][b, j]},
+    "documents": lambda x: {"mask": masks.Custom(lambda b, h, i, j: (x["documents"][i] == x["documents"][j]) & (i + 16 >= j))},
+    "neighbourhood": lambda x: {
+        "mask": masks.Custom(lambda b, h, i, j: ((i // 6 - j // 6).abs() <= 1) & ((i % 6 - j % 6).abs() <= 2)),
+        "score_mod": lambda s, b, h, i, j: s + x["table"][h, i - j],
+    },
+    "elementary": lambda x: {
+        "score_mod": lambda s, b, h, i, j: (
+            torch.exp(0.3 * s) + torch.log(s.abs() + 1) + torch.rsqrt(s * s + 2) + torch.sin(s) * s.cos() + torch.erf(s)
+            + (s.abs() + 1) ** 1.7 + (s * s + 1) ** -1.5 + torch.minimum(s, x["slopes"][h]) + torch.clamp(s, -0.5, 0.5)
+        )
+    },
+    "integers": lambda x: {
+        "score_mod": lambda s, b, h, i, j: (
+            s * (((i + 3) // 2 - j % 3) ^ 5) / 8 + ((i - j) // 3 + (i - j) % 3 + torch.div(i - 2 * j, 5, rounding_mode="floor")) / 16
+            + (i - j) ** 3 * 1e-5 + (h << 40) * 2.0**-42
+        )
+    },
+    "constant": lambda x: {"score_mod": lambda s, b, h, i, j: x["slopes"][h]},
+}  # fmt: skip
+
+
+WITH_DTYPES = [(name, "float32") for name in PROGRAMS] + [(name, "float16") for name in list(PROGRAMS)[:4]]
+
+
+@pytest.mark.parametrize("name,dtype", sliced(WITH_DTYPES))
+def test_programs(name, dtype):
+    """Output, LSE and the gradients of q, k, v and of everything that a function captures."""
+    dtype = getattr(torch, dtype)
+    inputs = helpers.make_inputs(batch=1, heads=2, kv_heads=1, seqlen_q=20, seqlen_k=36, dtype=dtype)
+    captured = {"slopes": torch.rand(2), "table": torch.randn(2, 56), "point": torch.randn(()), "rows": torch.randn(20)}
+    captured["columns"] = torch.randn(36, 1).T.contiguous().T.view(1, 36)
+    documents = {"documents": torch.arange(36) // 7}
+    dout, dlse = torch.randn(1, 20, 2, 16), torch.randn(1, 2, 20)
+
+    def answer(attention: Callable[..., tuple[Tensor, Tensor]], to: torch.dtype | None) -> helpers.Answer:
+        leaves = {key: x.to(to or x.dtype).clone().requires_grad_() for key, x in {**inputs, **captured}.items()}
+        arguments = PROGRAMS[name]({**leaves, **documents})
+        out, lse = attention(**{key: leaves[key] for key in "qkv"}, **arguments)
+        seen = torch.where(lse.isfinite(), lse, 0.0)
+        grads = torch.autograd.grad([out, seen], list(leaves.values()), [dout.to(out.dtype), dlse.to(seen.dtype)], allow_unused=True)
+        known = {key: torch.zeros_like(x) if grad is None else grad for (key, x), grad in zip(leaves.items(), grads, strict=True)}
+        return helpers.Answer(out.detach(), lse.detach(), known)
+
+    got = answer(triton_attention, None)
+    exact, unfused = (answer(partial(reference.attention, compute_dtype=to), to) for to in (torch.float64, dtype))
+    for key in captured:  # sums of many terms: see `check`
+        want = exact.grads.pop(key)
+        error, allowed = ((x.grads[key].double() - want).abs().max().item() for x in (got, unfused))
+        assert error <= 8.0 * (allowed + torch.finfo(torch.float32).eps), f"d{key}: error {error:.3e}, unfused {allowed:.3e}"
+    helpers.assert_close_to_reference(got, exact, unfused)
 
 
 GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "learnable_sink")

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilewise
 from tilewise import UnsupportedAttention
 
+from .reports import report
+
 B, SQ, SK, HQ, HK, D, DV = 2, 5, 7, 4, 2, 8, 6
 
 KERNEL_OPS = re.compile(r"tilewise::|::(b?mm|addmm|baddbmm|matmul|einsum|softmax|_softmax|exp|_scaled_dot_product.*)$")
@@ -83,6 +85,10 @@ SHAPES = {
 }
 KINDS = {
     "q_list": ({"q": [[1.0]]}, TypeError, [r"\bq\b", "list", "[Tt]ensor"]),
+    "q_numpy": ({"q": rand(B, SQ, HQ, D).numpy()}, TypeError, [r"\bq\b", "ndarray", "Tensor"]),
+    "q_sparse": ({"q": rand(B, SQ, HQ, D).to_sparse()}, TypeError, [r"\bq\b", "sparse_coo", "dense"]),
+    "k_nested": ({"k": torch.nested.nested_tensor([rand(SK, HK, D)] * B)}, TypeError, [r"\bk\b", "nested", "dense"]),
+    "mask_sparse": ({"mask": torch.ones(SQ, SK, dtype=torch.bool).to_sparse()}, TypeError, ["mask", "sparse_coo", "dense"]),
     "v_none": ({"v": None}, TypeError, [r"\bv\b", "None", "[Tt]ensor"]),
     "integers": ({n: torch.ones(1, 2, 1, 4, dtype=torch.int64) for n in "qkv"}, TypeError, ["int64", "float32"]),
     "complex": ({n: torch.ones(1, 2, 1, 4, dtype=torch.complex64) for n in "qkv"}, TypeError, ["complex64", "float32"]),
@@ -144,12 +150,14 @@ MASKS = {
     "bias_larger_than_batch": ({"bias": rand(B + 1, 1, SQ, SK)}, ValueError, ["bias", "3, 1, 5, 7", "2, 4, 5, 7"]),
     "bias_of_bools": ({"bias": torch.ones(SQ, SK, dtype=torch.bool)}, (TypeError, ValueError), ["bias", "bool", "mask"]),
     "bias_of_integers": ({"bias": torch.ones(SQ, SK, dtype=torch.int64)}, (TypeError, ValueError), ["bias", "int64", "float"]),
+    "bias_of_fp8": ({"bias": rand(SQ, SK).to(torch.float8_e4m3fn)}, TypeError, ["bias", "float8", "bfloat16"]),
     "bias_is_a_number": ({"bias": 0.5}, TypeError, ["bias", "0.5|float", "[Tt]ensor"]),
     "score_mod_not_callable": ({"score_mod": 3}, TypeError, ["score_mod", "3|int", "function|callable"]),
 }
 NUMBERS = {
     "scale_nan": ({"softmax_scale": math.nan}, ValueError, ["softmax_scale", "nan", "finite"]),
     "scale_inf": ({"softmax_scale": math.inf}, ValueError, ["softmax_scale", "inf", "finite"]),
+    "scale_beyond_float": ({"softmax_scale": 10**400}, ValueError, ["softmax_scale", "1000", "finite"]),
     "scale_text": ({"softmax_scale": "auto"}, TypeError, ["softmax_scale", "auto|str", "number|float|None"]),
     "softcap_negative": ({"softcap": -1.0}, ValueError, ["softcap", "-1", "0"]),
     "softcap_nan": ({"softcap": math.nan}, ValueError, ["softcap", "nan", "finite|0"]),
@@ -214,6 +222,7 @@ CHOICES = {
     "backend": ({"backend": "cuda"}, ValueError, ["backend", "cuda", "auto", "tiled"]),
     "deterministic": ({"deterministic": "yes"}, TypeError, ["deterministic", "yes|str", "None|bool"]),
     "out_dtype_narrower": ({"out_dtype": torch.float16}, (TypeError, ValueError), ["out_dtype", "float16", "float32"]),
+    "check_values_number": ({"check_values": 3}, TypeError, ["check_values", "3", "bool"]),
     "out_dtype_integer": ({"out_dtype": torch.int32}, (TypeError, ValueError), ["out_dtype", "int32", "float32"]),
     "aux_unknown": (
         {"return_aux": ("lse", "probs")},
@@ -266,7 +275,8 @@ def test_unsupported_is_one_exception_that_existing_handlers_catch() -> None:
     assert issubclass(UnsupportedAttention, NotImplementedError)
 
 
-def test_autocast_off_does_not_cast() -> None:
+@report(155)
+def test_autocast_off_does_not_cast(report: str) -> None:
     """B155: float32 q and k beside a bfloat16 v name all three dtypes."""
     arguments = inputs()
     arguments["v"] = arguments["v"].bfloat16()
@@ -274,7 +284,8 @@ def test_autocast_off_does_not_cast() -> None:
         call(arguments)
 
 
-def test_sizes_that_only_sometimes_matter_are_checked_always() -> None:
+@report(55)
+def test_sizes_that_only_sometimes_matter_are_checked_always(report: str) -> None:
     """B55: a mask built for 20 keys raises at every other length, also the shorter ones that would index inside it."""
     mask = torch.ones(2, 1, 4, 20, dtype=torch.bool)
     q = torch.rand(2, 4, 1, 8)

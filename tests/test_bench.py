@@ -85,6 +85,109 @@ def test_padded_cases_count_the_keys_that_are_there():
     assert case.flops("fwd") * 4 == TINY.flops("fwd") * 3
 
 
+def test_models_are_there_by_name():
+    models = {c.label: c for c in cases.CASES if c.group == "models"}
+    llama, deepseek, gemma = models["llama3-70b"], models["deepseek-v3-prefill"], models["gemma2-9b-local"]
+    assert (llama.heads, llama.kv_heads, llama.head_dim, llama.causal) == (64, 8, 128, True)
+    assert (deepseek.head_dim, deepseek.head_dim_v) == (192, 128)
+    assert gemma.window == (4095, -1) and gemma.softcap == 50.0 and gemma.kv_heads == 8
+    assert models["bert-base-padded"].padded and not models["bert-base-padded"].causal
+    assert {"llama3-8b", "gpt2", "vit-l16", "wan-14b-video"} < set(models)
+    kinds = {c.kind for c in cases.CASES if c.device == "cuda"}
+    assert kinds >= {"speed", "host", "memory", "first_call"}
+    assert any(c.dtype == "fp32" for c in cases.CASES if c.device == "cuda")
+
+
+def shrunk(case: Case) -> Case:
+    """The case with everything that makes it itself, small enough for a test and on the CPU."""
+    heads = 2 * case.heads // case.kv_heads
+    n = min(case.seqlen_q, 48)
+    bias = None if case.bias is None else tuple(min(size, limit) for size, limit in zip(case.bias, (2, heads, n, n), strict=True))
+    window = tuple(min(side, 11) for side in case.window)
+    sizes = dict(seqlen_q=n, seqlen_k=n, batch=min(case.batch, 2), heads=heads, kv_heads=2, bias=bias, window=window)
+    dims = dict(head_dim=case.head_dim // 8, head_dim_v=case.head_dim_v // 8)
+    return replace(case, **sizes, **dims, dtype="fp32", device="cpu", kind="speed", bars=(), providers=())
+
+
+def test_every_case_is_a_problem_that_runs(monkeypatch):
+    """Each case, shrunk, through ours and unfused attention: all features reach the call, and both agree with the oracle."""
+    monkeypatch.setattr(run.Benchmark, "_collect", lambda self: None)  # nothing here needs its memory back
+    small = {replace(shrunk(case), group="small", label="") for case in cases.CASES}
+    assert any(c.softcap and c.window != (-1, -1) for c in small) and any(c.padded for c in small) and any(c.bias for c in small)
+    for case in sorted(small, key=repr):
+        made = benchmark(replace(case, passes=("fwd", "bwd")), [peers.BUILT_IN[name] for name in ("tilewise", "eager")])
+        made.options.rounds = 1
+        rows = made.run()
+        assert len(rows) == 4 and {row["status"] for row in rows} == {"ok"}, (case, [row["reason"] for row in rows])
+        assert case.flops("bwd") > case.flops("fwd") > 0 and case.bytes("bwd") > case.bytes("fwd") > 0
+
+
+# ------------------------------------------------------------------------------------------------------------ installed peers
+
+
+def exact_out(q, k, v, **options):
+    with torch.no_grad():
+        return reference.attention(q, k, v, **options)[0].to(q.dtype)
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False,
+):  # fmt: skip
+    """The signature that flash-attn 2.8 documents."""
+    return exact_out(q, k, v, causal=causal, window_size=window_size, softcap=softcap)
+
+
+class LowerTriangularMask:
+    """Stands for the bias of that name in xformers.ops."""
+
+
+def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+    """The signature that xFormers documents; causal is given as a bias object."""
+    assert attn_bias is None or isinstance(attn_bias, LowerTriangularMask)
+    return exact_out(query, key, value, causal=attn_bias is not None)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """The part of FlashInfer's wrapper that its documentation shows: plan once, then run on packed tensors."""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        assert kv_layout == "NHD"
+
+    def plan(
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, *, causal=False, window_left=-1,
+        logits_soft_cap=None, q_data_type="float16",
+    ):  # fmt: skip
+        self.batch = len(qo_indptr) - 1
+        self.options = dict(causal=causal, window_size=(window_left, -1), softcap=logits_soft_cap or 0.0)
+
+    def run(self, q, k, v):
+        return exact_out(*(x.unflatten(0, (self.batch, -1)) for x in (q, k, v)), **self.options).flatten(0, 1)
+
+
+@pytest.mark.parametrize("name", ["fa2", "xformers", "flashinfer"])
+def test_installed_peers_are_called_as_they_document(name, monkeypatch):
+    module = {"fa2": "flash_attn", "xformers": "xformers.ops", "flashinfer": "flashinfer"}[name]
+    stand_in = types.SimpleNamespace(
+        flash_attn_func=flash_attn_func,
+        LowerTriangularMask=LowerTriangularMask,
+        memory_efficient_attention=memory_efficient_attention,
+        BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
+    )
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], stand_in)
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    (provider,), missing = peers.find(name, "cuda")
+    assert not missing
+    causal = replace(TINY, causal=True, dtype="bf16", passes=("fwd",))
+    rows = [row for case in (TINY, causal) for row in benchmark(replace(case, dtype="bf16", passes=("fwd",)), [provider]).run()]
+    assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
+    if name != "xformers":
+        windowed = replace(causal, window=(9, -1), softcap=3.0, kv_heads=2)
+        assert [row["status"] for row in benchmark(windowed, [provider]).run()] == ["ok"]
+    (refused,) = benchmark(replace(causal, bias=(1, 4, 40, 40)), [provider]).run()
+    assert refused["status"] == "unsupported" and "bias" in refused["reason"]
+
+
 # ------------------------------------------------------------------------------------------------------------------------ check
 
 
@@ -319,6 +422,15 @@ def test_pictures_are_drawn_in_both_themes(tmp_path):
     assert all(path.stat().st_size > 1000 for path in written)
 
 
+def test_plot_names_its_files_as_json(tmp_path, capsys):
+    plot = pytest.importorskip("tilewise.bench.plot")
+    results = tmp_path / "rows.jsonl"
+    results.write_text("".join(json.dumps(picture_row("tilewise", n)) + "\n" for n in (1024, 4096)))
+    assert plot.main([str(results), "--out", str(tmp_path), "--theme", "dark", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [str(tmp_path / "speed-fwd-dark.svg")]
+    assert plot.fingerprint(plot.read([results])) in (tmp_path / "speed-fwd-dark.svg").read_text()
+
+
 def test_out_of_memory_is_dashed_at_its_predicted_memory_never_zero():
     plot = pytest.importorskip("tilewise.bench.plot")
     shape = dict(case="memory", kind="memory", ms_rounds=[], tflops=None)
@@ -332,6 +444,34 @@ def test_out_of_memory_is_dashed_at_its_predicted_memory_never_zero():
     assert list(dashed[0].get_ydata()) == [2.0, 32.0]
 
 
+def density_row(provider: str, density: float, ms: float, **fields) -> dict:
+    return picture_row(provider, 4096, case="block_sparse", label=f"density-{density}", density=density, ms=ms, ms_rounds=[ms], **fields)
+
+
+def test_speed_up_against_density_has_its_ideal_line_and_break_even_point():
+    plot = pytest.importorskip("tilewise.bench.plot")
+    rows = [density_row("tilewise", d, ms) for d, ms in ((0.25, 1.0), (1.0, 4.0))]
+    figure = plot.density([*rows, density_row("fa3", 1.0, 2.0)])
+    (axis,) = figure.axes
+    lines = {line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axis.lines}
+    assert lines["ideal: 1 / density"] == [[0.25, 1], [4.0, 1]]
+    assert lines["tilewise"] == [[0.25, 1.0], [2.0, 0.5]]  # over the fastest dense call, which is the peer's
+    assert "tilewise breaks even at 50%" in axis.get_title()
+    assert plot.density(rows[:1]) is None and plot.density([picture_row("tilewise", 1024)]) is None
+
+
+def test_no_line_leaves_its_picture():
+    plot = pytest.importorskip("tilewise.bench.plot")
+    rows = [picture_row("tilewise", n, tflops=820.0) for n in (1024, 4096)]  # faster than the matrix product of 783
+    for axis in plot.speed(rows, "fwd").axes:
+        assert axis.get_ylim()[1] > 820
+
+
+def test_a_row_is_filed_under_the_backend_of_its_pass():
+    prepared = Prepared(lambda *t: t[0], backend="hopper", backward_backend="triton")
+    assert [prepared.serving(p) for p in ("fwd", "bwd", "fwd+bwd")] == ["hopper", "triton", "hopper"]
+
+
 def test_a_rerun_replaces_the_rows_it_repeats():
     plot = pytest.importorskip("tilewise.bench.plot")
     rows = [picture_row("fa3", 1024, tflops=1.0), picture_row("fa3", 1024, tflops=2.0)]
@@ -339,7 +479,8 @@ def test_a_rerun_replaces_the_rows_it_repeats():
 
 
 def test_examples_in_the_docstrings_hold():
-    for module in (cases, report):
+    plot = pytest.importorskip("tilewise.bench.plot")
+    for module in (cases, report, plot):
         assert doctest.testmod(module).failed == 0
 
 

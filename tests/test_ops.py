@@ -18,6 +18,7 @@ from tilewise import attention, derivatives, ops
 
 from . import cases
 from .helpers import make_inputs
+from .reports import report
 from .small import Block, double, relative
 
 I32 = torch.int32
@@ -72,9 +73,10 @@ OPCHECK = [
 ]
 
 
+@report(134)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("choice", OPCHECK, ids=cases.name)
-def test_opcheck(choice: cases.Choice, dtype: torch.dtype) -> None:
+def test_opcheck(report: str, choice: cases.Choice, dtype: torch.dtype) -> None:
     """Schema, autograd registration, fakes and AOT dispatch with static and dynamic shapes, for both ops."""
     call = cases.build(choice, tiny=True, dtype=dtype).map(lambda _, x: x.requires_grad_())
     leaves = list(call.differentiable().values())
@@ -163,8 +165,9 @@ COMPILED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@report(134)
 @pytest.mark.parametrize(("name", "layout"), [(name, ("bshd", "bhsd")[n % 2]) for n, name in enumerate(COMPILED)])
-def test_compile_fullgraph(name: str, layout: str) -> None:
+def test_compile_fullgraph(report: str, name: str, layout: str) -> None:
     """One graph, forward and backward, with the numbers of the eager call."""
     x = make_inputs(2, 9, 11, heads=4, kv_heads=2, head_dim=8, layout=layout)
     options = COMPILED[name]()
@@ -190,8 +193,9 @@ def test_compile_draws_a_new_dropout_mask_each_call() -> None:
     assert not torch.equal(first, second)
 
 
+@report(140)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compile_a_transformer_block(compiler: str) -> None:
+def test_compile_a_transformer_block(report: str, compiler: str) -> None:
     """B134, B137, B140: the whole block is one graph, and its strides survive inductor's assertions."""
     block = Block()
     compiled = torch.compile(block, fullgraph=True, backend=compiler)
@@ -220,8 +224,9 @@ def test_compile_transposed_views_with_inductor() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@report(152)
 @pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window_size=(4, 0), softcap=1.0)], ids=str)
-def test_a_new_length_does_not_recompile(options: dict[str, Any]) -> None:
+def test_a_new_length_does_not_recompile(report: str, options: dict[str, Any]) -> None:
     """B136: dynamic lengths and batch; one graph serves them all, forward and backward."""
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, **options), fullgraph=True, dynamic=True, backend="aot_eager")
     stance = "default"
@@ -237,7 +242,8 @@ def test_a_new_length_does_not_recompile(options: dict[str, Any]) -> None:
         stance = "fail_on_recompile"
 
 
-def test_marked_dynamic_dimensions_stay_dynamic() -> None:
+@report(136)
+def test_marked_dynamic_dimensions_stay_dynamic(report: str) -> None:
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True, backend="aot_eager")
     x = make_inputs(4, 9, 9, heads=2)
     for t in x.values():

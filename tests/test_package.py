@@ -119,7 +119,7 @@ def test_ci_runs_what_a_developer_runs() -> None:
     assert re.search(r"^make test$", script.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "gpu", "compile-all", "wheel"])
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "gpu", "compile-all", "wheel", "tables", "docs", "release-check"])
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

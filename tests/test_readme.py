@@ -31,7 +31,7 @@ def test_first_paragraph_is_five_lines() -> None:
     assert len(README.split("\n\n")[1].splitlines()) == 5
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+@pytest.mark.parametrize("link", re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"]+)", README))
 def test_linked_files_exist(link: str) -> None:
     assert (ROOT / link).exists()
 
@@ -39,6 +39,14 @@ def test_linked_files_exist(link: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the table is that of a machine with Triton")
 def test_generated_parts_are_fresh(tables: Any) -> None:
     assert tables.render(README) == README, "run `make tables`"
+
+
+def test_pictures_show_the_newest_results(tables: Any) -> None:
+    plot = pytest.importorskip("tilewise.bench.plot", reason="pictures are drawn with matplotlib")
+    drawn = sorted((ROOT / "docs" / "figures").glob("bench-*.svg"))
+    assert drawn
+    for path in drawn:
+        assert f"<dc:title>{plot.fingerprint(tables.figure_rows())}</dc:title>" in path.read_text(), f"{path.name}: run `make tables`"
 
 
 def test_support_table_names_a_backend_for_every_feature(tables: Any) -> None:

@@ -154,9 +154,9 @@ def visited(t: Operands, r: Rules) -> tuple[Tensor, int]:
     seen = torch.zeros(*t.q.shape[:3], t.k.shape[2], dtype=torch.int64)
     computed = 0
     for c in chunks.chunks(t, r, SMALL):
-        for i in chunks.pieces(0, c.len_q, c.tiles.block_m):
+        for i in chunks.query_tiles(c):
             for j, hidden in chunks.key_tiles(c, i):
-                tile = seen[c.b, c.heads, i, j]
+                tile = seen[c.b, c.heads, i, j.start : j.stop]
                 tile += 1 if hidden is None else (~hidden).long()
                 computed += tile.numel()
     return seen, computed

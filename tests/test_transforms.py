@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilewise import attention
 
 from .helpers import make_inputs
+from .reports import report
 from .small import Block, double, relative
 
 I32 = torch.int32
@@ -197,9 +198,10 @@ def test_vmap_of_grad_alone(mapped: tuple[str, ...], dropout: float, backend: st
             torch.testing.assert_close(got[name][n], b, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@report(143)
 @both_backends
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_vmap_over_unbatched_calls(layout: str, backend: str) -> None:
+def test_vmap_over_unbatched_calls(report: str, layout: str, backend: str) -> None:
     """(S, H, D) or (H, S, D) inputs, the batch made by vmap; nested twice."""
     x = make_inputs(6, 5, 7, heads=4, kv_heads=2, layout=layout)
     expected = attention(**x, layout=layout, causal=True, backend=backend)
@@ -216,11 +218,12 @@ def test_vmap_over_unbatched_calls(layout: str, backend: str) -> None:
     )
 
 
+@report(143)
 @both_backends
 @pytest.mark.parametrize(
     "mapped", [("q", "k", "v"), ("bias",), ("learnable_sink", "alibi_slopes"), ("q", "bias", "learnable_sink"), NAMES], ids="-".join
 )
-def test_vmap_of_grad(mapped: tuple[str, ...], backend: str) -> None:
+def test_vmap_of_grad(report: str, mapped: tuple[str, ...], backend: str) -> None:
     """Per-sample gradients of every differentiable argument, mapped or shared."""
     fixed, stacked = vmap_inputs()
     fixed, stacked = ({name: x[name] for name in NAMES} for x in (fixed, stacked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from . import derivatives, ops, plan, reference
+from .block_mask import BlockMask, TileLists, lists_of_blocks
 from .checks import (
+    Sizes,
     broadcast_to_scores,
     check_qkv,
     check_values_on_device,
@@ -22,6 +25,7 @@ from .checks import (
     typed,
 )
 from .errors import UnsupportedAttention
+from .masks import Lowered, Mask, lower
 
 _AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
 
@@ -90,7 +94,8 @@ def attention(
         v: ``(B, Sk, Hk, Dv)``; Dv may differ from D. One dtype and device for q, k and v; autocast casts all three.
         causal: a query sees keys j <= p.
         window_size: ``(left, right)``: a query sees keys p - left <= j <= p + right, inclusive; -1 is unlimited.
-        mask: a rule from `tilewise.masks`, or a bool tensor that broadcasts to ``(B, Hq, Sq, Sk)``, True = visible. Never copied.
+        mask: a rule from `tilewise.masks`; a `BlockMask`, whose empty tiles cost nothing; or a bool tensor that broadcasts to
+            ``(B, Hq, Sq, Sk)``, True = visible. Never copied.
         bias: floating tensor that broadcasts to ``(B, Hq, Sq, Sk)``, added to the scores in float32; -inf masks, any finite value does not.
             Differentiable in every broadcast shape.
         score_mod: ``f(score, b, h, q_idx, kv_idx) -> score``, an ordinary function as FlexAttention takes; may read tensors.
@@ -190,6 +195,7 @@ def prepare(
     """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed."""
     refuse_descale(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     typed("causal", causal, bool)
+    typed("check_values", check_values, bool)
     if backend not in plan.BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(plan.BACKENDS)}")
     aux_names = _aux_names(return_aux)
@@ -209,9 +215,8 @@ def prepare(
     if not 0.0 <= _finite("dropout_p", dropout_p) < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be in [0, 1)")
     if out_dtype not in (None, q.dtype, plan.accumulator_dtype(q.dtype)):
-        raise ValueError(
-            f"out_dtype is {out_dtype}; for inputs of {q.dtype} it must be None, {q.dtype} or {plan.accumulator_dtype(q.dtype)}"
-        )
+        allowed = " or ".join(dict.fromkeys(map(str, (q.dtype, plan.accumulator_dtype(q.dtype)))))
+        raise ValueError(f"out_dtype is {out_dtype}; for inputs of {q.dtype} it must be None or {allowed}")
 
     bias = broadcast_to_scores("bias", bias, sizes)
     alibi_slopes = per_head("alibi_slopes", alibi_slopes, sizes, per_batch=True)
@@ -224,11 +229,11 @@ def prepare(
         refuse_a_seed_for_each_rank(q)
     seed = _seed(dropout_seed, dropout_p, q.device)
 
-    mask_mod, score_text, captured, dense = "", "", [], None
+    mask_mod, score_text, captured, dense, lists = "", "", [], None, None
     if isinstance(mask, Tensor):
         dense = broadcast_to_scores("mask", mask, sizes, boolean=True)
-    elif mask is not None and backend != "reference":
-        lowered = _lower_mask(mask, sizes, q.device)
+    elif mask is not None and (backend != "reference" or isinstance(mask, BlockMask)):
+        lowered, lists = _lower_mask(mask, sizes, q.device, ragged=seqused_q is not None or seqused_k is not None)
         window_left = _tighter(window_left, lowered.window_left)
         window_right = _tighter(window_right, lowered.window_right)
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
@@ -254,9 +259,14 @@ def prepare(
         softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=sink, dropout_p=dropout_p, dropout_seed=seed, seqused_q=seqused_q,
         seqused_k=seqused_k, layout=layout,
     )  # fmt: skip
+    blocks = dict(
+        blocks=[] if lists is None else lists.tensors(),
+        block_m=0 if lists is None else lists.block_m,
+        block_n=0 if lists is None else lists.block_n,
+    )
     aux = ",".join(name for name in ops.AUX if name in aux_names)
     wants_aux = return_aux != () and return_aux is not None
-    return Prepared(operands | rules | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+    return Prepared(operands | rules | blocks | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
 
 
 def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
@@ -284,7 +294,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
-    if not -math.inf < value < math.inf:  # not isfinite: torch.compile does not trace it for symbolic numbers
+    if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
         raise ValueError(f"{name} is {value}; it must be finite")
     return float(value)
 
@@ -316,15 +326,19 @@ def _tighter(a: int, b: int) -> int:
     return min(a, b)
 
 
-def _lower_mask(mask: Any, sizes: Any, device: torch.device) -> Any:
-    from . import masks
-
-    if not isinstance(mask, masks.Mask):
+def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool) -> tuple[Lowered, TileLists | None]:
+    """What the kernels take of a rule, and the tile lists where it has or deserves them."""
+    if isinstance(mask, BlockMask):
+        mask.check(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, device, ragged)
+        return mask.lowered, mask.needed
+    if not isinstance(mask, Mask):
         raise TypeError(
-            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks or a bool tensor that broadcasts to (B, Hq, Sq, Sk). "
-            "For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+            f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks, a tilewise.BlockMask, or a bool tensor that broadcasts "
+            "to (B, Hq, Sq, Sk). For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
-    return masks.lower(mask, batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    call = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    lowered = lower(mask, **call)
+    return lowered, lists_of_blocks(mask, **call, ragged=ragged)
 
 
 __all__ = ["Aux", "UnsupportedAttention", "attention"]

@@ -28,7 +28,12 @@ class Sizes(NamedTuple):
 
 def typed(name: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a {kind.__name__}")
+        shown = repr(value)
+        shown = f"{shown} of type " if len(shown) <= 60 and "\n" not in shown else "of type "
+        raise TypeError(f"{name} is {shown}{type(value).__name__}; it must be a {kind.__name__}")
+    if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+        layout = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+        raise TypeError(f"{name} is {layout}; it must be dense: use {name}.to_dense(), or pad it and give its lengths")
     return value
 
 
@@ -86,8 +91,8 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     typed(name, x, Tensor)
     if boolean and x.dtype != torch.bool:
         raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
-    if not boolean and not x.is_floating_point():
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be floating. Give a boolean mask as mask=")
+    if not boolean and x.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64. Give a boolean mask as mask=")
     _same_device(name, x, sizes)
     target = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
     fits = x.ndim <= 4 and all(have in (1, want) for have, want in zip(reversed(x.shape), reversed(target), strict=False))
@@ -100,8 +105,8 @@ def per_head(name: str, x: Tensor | None, sizes: Sizes, per_batch: bool) -> Tens
     if x is None:
         return None
     typed(name, x, Tensor)
-    if not x.is_floating_point():
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be floating")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
     _same_device(name, x, sizes)
     allowed = [(sizes.heads,), (sizes.batch, sizes.heads)] if per_batch else [(sizes.heads,)]
     if tuple(x.shape) not in allowed:

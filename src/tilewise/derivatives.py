@@ -30,6 +30,7 @@ from .ops import (
     DIFFERENTIABLE,
     FORWARD_ARGS,
     OPERANDS,
+    REST,
     RULES,
     library,
     run_backward,
@@ -66,7 +67,7 @@ def _by_name(grads: Sequence[Tensor], needs: list[bool], prefix: str = "") -> Na
 
 def _common(args: Named) -> Named:
     """The arguments that all operators but the first share."""
-    common = {name: args[name] for name in (*SAVED, *OPERANDS, *RULES)}
+    common = {name: args[name] for name in (*SAVED, *OPERANDS, *RULES, *REST)}
     if common["entropy"] is None:
         common["entropy"] = args["lse"].new_empty(0)
     return common | {"allow_tf32": args.get("allow_tf32")}
@@ -300,16 +301,18 @@ class _Direct(torch.autograd.Function):
     """The forward operator without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *flat: Any) -> Any:  # with a separate setup_context torch would inspect this signature on every call
-        ctx.count = count
-        args = dict(zip(FORWARD_ARGS, _grouped(FORWARD, (count,), flat), strict=True))
+    def forward(
+        ctx: Any, counts: tuple[int, ...], *flat: Any
+    ) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+        ctx.counts = counts
+        args = dict(zip(FORWARD_ARGS, _grouped(FORWARD, counts, flat), strict=True))
         results = run_forward(args)
         _keep(ctx, FORWARD, args, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *arrived: Any) -> Any:
-        needed = dict(zip(FORWARD_ARGS, _grouped(FORWARD, (ctx.count,), ctx.needs_input_grad[1:]), strict=True))
+        needed = dict(zip(FORWARD_ARGS, _grouped(FORWARD, ctx.counts, ctx.needs_input_grad[1:]), strict=True))
         return None, *_spread(FORWARD, _gradients(FORWARD, _kept(ctx, FORWARD), arrived, needed))
 
 
@@ -317,7 +320,7 @@ def _unobserved(args: Named) -> bool:
     """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
         return False
-    tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"]
+    tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"] + args["blocks"]
     return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
 
 
@@ -336,8 +339,12 @@ def call(op: Operator, **args: Any) -> tuple[Tensor, ...]:
 
 
 def _apply(op: Operator, flat: Sequence[Any]) -> tuple[Tensor, ...]:
-    counts = tuple(len(value) for name, value in zip(op.arguments, flat, strict=True) if name in op.lists)
+    counts = _counts(op, dict(zip(op.arguments, flat, strict=True)))
     return _Applied.apply(op, counts, *_spread(op, flat))
+
+
+def _counts(op: Operator, args: Named) -> tuple[int, ...]:
+    return tuple(len(args[name]) for name in op.lists)
 
 
 def _dual_call(op: Operator, args: Named) -> tuple[Tensor, ...]:
@@ -377,7 +384,7 @@ def attention_forward(**args: Any) -> tuple[Any, ...]:
         return FORWARD.overload(*(args[name] for name in FORWARD_ARGS))
     if not _differentiates(args):
         return run_forward(args)
-    return _Direct.apply(len(args["captured"]), *_spread(FORWARD, [args[name] for name in FORWARD_ARGS]))
+    return _Direct.apply(_counts(FORWARD, args), *_spread(FORWARD, [args[name] for name in FORWARD_ARGS]))
 
 
 for _op in (FORWARD, BACKWARD, JVP, BACKWARD_JVP):

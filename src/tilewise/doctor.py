@@ -113,7 +113,7 @@ def _serves(operands: plan.Operands, rules: plan.Rules, target: plan.Target) -> 
     for backend in order:
         if plan.why_not(backend, operands, rules, plan.Request(), target) is None:
             return backend
-    return "tiled" if order else plan.select(operands, rules, target=target).backend
+    return "tiled" if order else plan.select(operands, rules, target=target, warn=False).backend
 
 
 def _find_missing(versions: dict[str, str], devices: list[DeviceReport]) -> list[Missing]:

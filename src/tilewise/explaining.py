@@ -71,7 +71,7 @@ def explain(
         An `Explanation`, which prints well.
 
     Raises:
-        What `attention` would raise for the same arguments, `UnsupportedAttention` included.
+        UnsupportedAttention: and whatever else `attention` would raise for the same arguments.
 
     Example:
         >>> q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
@@ -89,7 +89,7 @@ def explain(
     if args["backend"] == "reference":
         chosen = plan.Plan("reference")
     else:
-        chosen = plan.select(t, r, args["backend"], request=request, target=target)
+        chosen = plan.select(t, r, args["backend"], request=request, target=target, warn=False)
     batch, heads, seqlen_q, head_dim = t.q.shape
     problem = cost.Problem(
         batch=batch,

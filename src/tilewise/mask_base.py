@@ -48,7 +48,7 @@ class Mask:
         shown = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if isinstance(value, Tensor) or value != field.default:
+            if field.repr and (isinstance(value, Tensor) or value != field.default):
                 shown.append(f"{field.name}={_shown(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -124,7 +124,7 @@ class Mask:
                 [1, 1, 1, 1]], dtype=torch.int32)
         """
         self.check(batch, heads, sq, sk)
-        at = _indices(self._device(device), range(batch), range(heads), range(sq), sk, sq, len_q, len_k)
+        at = indices(self._device(device), range(batch), range(heads), range(sq), sk, sq, len_q, len_k)
         return _within_lengths(self.predicate(at), at, len_q, len_k)
 
     def tile_range(
@@ -191,7 +191,7 @@ class Mask:
             for h in range(heads):
                 for i in range(0, seqlen_q, rows):
                     chosen = range(i, min(i + rows, seqlen_q))
-                    at = _indices(device, range(b, b + 1), range(h, h + 1), chosen, seqlen_k, seqlen_q, *lengths)
+                    at = indices(device, range(b, b + 1), range(h, h + 1), chosen, seqlen_k, seqlen_q, *lengths)
                     visible += _within_lengths(program.evaluate(at._asdict(), captured), at, *lengths).sum()
         return visible.item() / (batch * heads * seqlen_q * seqlen_k)
 
@@ -210,7 +210,7 @@ class Mask:
         rows = []
         for i in range(0, seqlen_q, cell):
             chosen = range(batch, batch + 1), range(head, head + 1), range(i, min(i + cell, seqlen_q))
-            at = _indices(self._device(None), *chosen, seqlen_k, seqlen_q, None, None)
+            at = indices(self._device(None), *chosen, seqlen_k, seqlen_q, None, None)
             share = _within_lengths(self.predicate(at), at, None, None)[0, 0].float().mean(0)
             ends = torch.arange(0, seqlen_k, cell, device=share.device)
             sums = torch.zeros(len(ends), device=share.device).index_add_(0, torch.arange(seqlen_k, device=share.device) // cell, share)
@@ -238,7 +238,7 @@ class Mask:
         own_batch, own_heads = self.sizes()
         batch, heads, device = batch or own_batch, heads or own_heads, self._device(None)
         expected = self.dense(batch, heads, seqlen_q, seqlen_k, device=device).expand(batch, heads, -1, -1)
-        at = _indices(device, range(batch), range(heads), range(seqlen_q), seqlen_k, seqlen_q, None, None)
+        at = indices(device, range(batch), range(heads), range(seqlen_q), seqlen_k, seqlen_q, None, None)
         text, captured = self.program(seqlen_q, seqlen_k, device=device)
         _same(self, "its program", Program.parse(text).evaluate(at._asdict(), captured), expected)
 
@@ -263,7 +263,7 @@ class Mask:
     def _limited_ranges(
         self, seqlen_q: int, seqlen_k: int, len_q: Tensor | None, len_k: Tensor | None, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        at = _indices(device, range(1), range(1), range(seqlen_q), seqlen_k, seqlen_q, len_q, len_k)
+        at = indices(device, range(1), range(1), range(seqlen_q), seqlen_k, seqlen_q, len_q, len_k)
         q_idx, p = at.q_idx.view(-1), at.p.view(-1, seqlen_q) if seqlen_q else at.p.new_zeros(at.p.shape[0], 0)
         ranges = self.row_ranges(q_idx, p, seqlen_k)
         if ranges is None:
@@ -391,7 +391,7 @@ def traced(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device | str 
     return program_text(root)
 
 
-def _indices(
+def indices(
     device: torch.device,
     batch: range,
     heads: range,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -225,6 +225,7 @@ class Document(Mask):
 
     ids: Tensor
     kv_ids: Tensor | None = None
+    _ascending: bool = field(default=False, repr=False)  # known to ascend in each row, so that a document's keys are an interval
 
     def __post_init__(self) -> None:
         _integers("Document", "ids", self.ids, 2, "(B or 1, S)")
@@ -244,8 +245,8 @@ class Document(Mask):
         if cu_seqlens_k is None or total_k is None:
             if cu_seqlens_k is not None or total_k is not None:
                 raise ValueError("Document.from_cu_seqlens: give cu_seqlens_k and total_k together")
-            return cls(_numbered(cu_seqlens, total))
-        return cls(_numbered(cu_seqlens, total), _numbered(cu_seqlens_k, total_k))
+            return cls(_numbered(cu_seqlens, total), _ascending=True)
+        return cls(_numbered(cu_seqlens, total), _numbered(cu_seqlens_k, total_k), _ascending=True)
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
         if self.kv_ids is None and seqlen_q != seqlen_k:
@@ -264,6 +265,12 @@ class Document(Mask):
     def sizes(self) -> tuple[int, int]:
         return max(tensor.shape[0] for tensor in self.tensors()), 1
 
+    def row_ranges(self, q_idx: Tensor, p: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
+        if not self._ascending:
+            return None
+        keys = self.ids if self.kv_ids is None else self.kv_ids
+        return torch.searchsorted(keys, self.ids), torch.searchsorted(keys, self.ids, right=True)
+
     def predicate(self, at: Pair) -> Any:
         kv_ids = self.ids if self.kv_ids is None else self.kv_ids
         return self.ids[_item(self.ids, at.b), at.q_idx] == kv_ids[_item(kv_ids, at.b), at.kv_idx]
@@ -273,22 +280,33 @@ class Document(Mask):
 class Blocks(Mask):
     """Query i sees key j where `bits[b, h, floor(i / block_size), floor(j / block_size)]`.
 
-    `bits` is bool, (B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)), over query heads.
+    `bits` is bool, (B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)), over query heads. `block_size` is one number, or a
+    pair for queries and keys.
     """
 
     bits: Tensor
-    block_size: int
+    block_size: int | tuple[int, int]
 
     def __post_init__(self) -> None:
-        _whole_number("Blocks", "block_size", self.block_size, 1)
+        for size in self.block_sizes:
+            _whole_number("Blocks", "block_size", size, 1)
         _booleans("Blocks", "bits", self.bits)
         if self.bits.ndim != 4:
             raise ValueError(f"Blocks: bits has shape {tuple(self.bits.shape)}; it must be (B or 1, H or 1, query blocks, key blocks)")
 
+    @property
+    def block_sizes(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        if not isinstance(self.block_size, tuple):
+            return self.block_size, self.block_size
+        if len(self.block_size) != 2:
+            raise ValueError(f"Blocks: block_size is {self.block_size}; it must be one number, or a pair for queries and keys")
+        return self.block_size
+
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
         _per_batch("Blocks", self.bits, batch)
         _per_head("Blocks", self.bits, heads)
-        blocks = tuple(-(-length // self.block_size) for length in (seqlen_q, seqlen_k))
+        blocks = tuple(-(-length // size) for length, size in zip((seqlen_q, seqlen_k), self.block_sizes, strict=True))
         if tuple(self.bits.shape[2:]) != blocks:
             raise ValueError(
                 f"Blocks: bits has {self.bits.shape[2]} x {self.bits.shape[3]} blocks; {seqlen_q} queries and {seqlen_k} keys in "
@@ -300,7 +318,8 @@ class Blocks(Mask):
 
     def predicate(self, at: Pair) -> Any:
         b, h = _item(self.bits, at.b), _item(self.bits, at.h, 1)
-        return self.bits[b, h, at.q_idx // self.block_size, at.kv_idx // self.block_size]
+        size_q, size_k = self.block_sizes
+        return self.bits[b, h, at.q_idx // size_q, at.kv_idx // size_k]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -400,7 +419,7 @@ def lower(
     window = rule.implied_window()
     rest: Mask | None = None
     visible: Tensor | None = None
-    for part in _conjuncts(rule):
+    for part in conjuncts(rule):
         if ragged and any(isinstance(leaf, Blocks) for leaf in _leaves(part)):
             raise UnsupportedAttention(
                 "Blocks count from the start of one common sequence and have no meaning for packed sequences; use Document & Custom"
@@ -415,10 +434,10 @@ def lower(
     return Lowered(*window, text, captured, visible)
 
 
-def _conjuncts(rule: Mask) -> Iterator[Mask]:
+def conjuncts(rule: Mask) -> Iterator[Mask]:
     if isinstance(rule, And):
-        yield from _conjuncts(rule.first)
-        yield from _conjuncts(rule.second)
+        yield from conjuncts(rule.first)
+        yield from conjuncts(rule.second)
     else:
         yield rule
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import plan
+from .block_mask import TileLists
 from .cost import Problem, flops
 from .late import when_imported
 from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
@@ -31,6 +32,7 @@ RULES = (
     "layout",
     "backend",
 )
+BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none, and the sizes of its tiles
 AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
@@ -43,20 +45,22 @@ RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
     "str score_mod, str mask_mod, str layout, str backend"
 )
+REST = BLOCKS  # the last arguments of every operator
+REST_SCHEMA = "Tensor[]? blocks, int block_m, int block_n"
 
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(
-    f"attention_forward({OPERAND_SCHEMA}, {RULE_SCHEMA}, ScalarType? out_dtype, str aux) "
+    f"attention_forward({OPERAND_SCHEMA}, {RULE_SCHEMA}, ScalarType? out_dtype, str aux, {REST_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor key_mass, Tensor entropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 library.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, Tensor out, Tensor lse, Tensor entropy, "
-    f"{OPERAND_SCHEMA}, {RULE_SCHEMA}, bool allow_tf32, bool[] needs) -> Tensor[]",
+    f"{OPERAND_SCHEMA}, {RULE_SCHEMA}, bool allow_tf32, bool[] needs, {REST_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux")
-BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs")
+FORWARD_ARGS = (*OPERANDS, *RULES, "out_dtype", "aux", *REST)
+BACKWARD_ARGS = ("dout", "dlse", "dkey_mass", "dentropy", "out", "lse", "entropy", *OPERANDS, *RULES, "allow_tf32", "needs", *REST)
 
 
 def float32_precision_allows_tf32() -> bool:
@@ -95,7 +99,8 @@ def operands(args: dict[str, Any]) -> Operands:
         tensors[name] = rank4(tensors[name])
     tensors["alibi_slopes"] = rank2(tensors["alibi_slopes"])
     tensors["captured"] = tuple(tensors["captured"] or ())  # packages of AOTInductor make None of an empty list
-    return Operands(**tensors)
+    lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
+    return Operands(**tensors, blocks=lists)
 
 
 def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
@@ -280,6 +285,8 @@ def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
     if "needs" in args and any(args["needs"][3:]):  # gradients of parameters are summed over the batch: one sum an element
         return False
     batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
+    if any(x.shape[0] > 1 for x in args["blocks"] or ()):
+        return False
     for name in ("bias", "mask"):
         x, dim = args[name], dims[name]
         if x is None:

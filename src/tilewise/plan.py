@@ -11,11 +11,15 @@ import importlib
 import warnings
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import UnsupportedAttention
+
+if TYPE_CHECKING:
+    from .block_mask import TileLists
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class Operands:
     seqused_k: Tensor | None = None  # int32 (B,)
     dropout_seed: Tensor | None = None  # int64, 0-d
     captured: tuple[Tensor, ...] = ()  # what the traced programs of `Rules` read
+    blocks: TileLists | None = None  # which tiles `mask` and the mask program leave, and which they leave whole; changes no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +207,9 @@ def select(
     *,
     request: Request = _PLAIN,
     target: Target | None = None,
+    warn: bool = True,
 ) -> Plan:
-    """Chooses the backend of one call.
+    """Chooses the backend of one call; with `warn`, says once for each reason that a GPU call falls to plain PyTorch.
 
     Raises:
         UnsupportedAttention: the backend that was named cannot serve the call; the message says why, and which can.
@@ -217,7 +223,7 @@ def select(
         if reason is not None:
             raise UnsupportedAttention(
                 f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves "
-                f"it with {select(t, r, request=request, target=target).backend!r}."
+                f"it with {select(t, r, request=request, target=target, warn=False).backend!r}."
             )
         return Plan(backend)
     declined = []
@@ -227,7 +233,7 @@ def select(
             break
         declined.append((candidate, reason))
     chosen = Plan(candidate, tuple(declined))
-    if candidate == "tiled" and target.type in ("cuda", "xpu"):
+    if warn and candidate == "tiled" and target.type in ("cuda", "xpu"):
         _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
     return chosen
 

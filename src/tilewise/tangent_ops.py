@@ -19,6 +19,8 @@ from .ops import (
     DIFFERENTIABLE,
     OPERAND_SCHEMA,
     OPERANDS,
+    REST,
+    REST_SCHEMA,
     RULE_SCHEMA,
     RULES,
     GradientBuffers,
@@ -43,23 +45,23 @@ from .plan import Outputs, Request, Tangents
 COTANGENTS = ("dout", "dlse", "dkey_mass", "dentropy")
 TANGENTS = tuple(f"t{name}" for name in DIFFERENTIABLE)
 SAVED = ("out", "lse", "entropy")
-JVP_ARGS = (*TANGENTS, "tcaptured", *SAVED, *OPERANDS, *RULES, "allow_tf32", "aux")
+JVP_ARGS = (*TANGENTS, "tcaptured", *SAVED, *OPERANDS, *RULES, "allow_tf32", "aux", *REST)
 BACKWARD_JVP_ARGS = (
     *(*COTANGENTS, *(f"t{name}" for name in COTANGENTS), *TANGENTS, "tcaptured"),
-    *(*SAVED, *OPERANDS, *RULES, "allow_tf32", "needs"),
+    *(*SAVED, *OPERANDS, *RULES, "allow_tf32", "needs", *REST),
 )
 
 _DIRECTION_SCHEMA = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? talibi_slopes, Tensor? tsink, Tensor[]? tcaptured"
 _SAVED_SCHEMA = "Tensor out, Tensor lse, Tensor entropy"
 library.define(
-    f"attention_jvp({_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, str aux) "
+    f"attention_jvp({_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, str aux, {REST_SCHEMA}) "
     "-> (Tensor tout, Tensor tlse, Tensor tkey_mass, Tensor tentropy)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 library.define(
     "attention_backward_jvp(Tensor? dout, Tensor? dlse, Tensor? dkey_mass, Tensor? dentropy, "
     "Tensor? tdout, Tensor? tdlse, Tensor? tdkey_mass, Tensor? tdentropy, "
-    f"{_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, bool[] needs) -> Tensor[]",
+    f"{_DIRECTION_SCHEMA}, {_SAVED_SCHEMA}, {OPERAND_SCHEMA}, {RULE_SCHEMA}, bool? allow_tf32, bool[] needs, {REST_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 

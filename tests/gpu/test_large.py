@@ -14,6 +14,7 @@ from tilewise.bench.cases import Case
 from tilewise.bench.check import Oracle
 from tilewise.bench.peers import BUILT_IN, Inputs
 
+from ..reports import report
 from .common import calling, differentiates, qkv, randn
 
 BEYOND = 1 << 31
@@ -75,7 +76,8 @@ def test_offsets_into_biases_and_masks_are_64_bit(backend, name, dim):
     assert_same(results(inputs, dout, backend, **{name: far_apart(matrix, dim)}), expected)
 
 
-def test_outputs_and_gradients_beyond_31_bits():
+@report(80, 89)
+def test_outputs_and_gradients_beyond_31_bits(report):
     """17,000 batch items of 16 heads of 64 x 128: 2.2e9 elements in each tensor; the last items equal a run of their own."""
     shape = (17_000, 64, 16, 128)
     assert math.prod(shape) > BEYOND
@@ -87,8 +89,9 @@ def test_outputs_and_gradients_beyond_31_bits():
     assert_same({name: x[last] for name, x in got.items()}, alone)
 
 
+@report(88)
 @pytest.mark.unpoisoned
-def test_a_mask_and_a_bias_of_more_than_31_bits_of_elements():
+def test_a_mask_and_a_bias_of_more_than_31_bits_of_elements(report):
     """46,400 x 46,400 scores: a dense causal mask equals the rule, and the bias gradient's last rows equal float64."""
     n = 46_400
     assert n * n > BEYOND

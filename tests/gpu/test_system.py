@@ -12,6 +12,7 @@ import tilewise
 from tilewise import attention, masks, ops, reference
 from tilewise.api import prepare
 
+from ..reports import report
 from .common import BACKENDS, calling, compare, differentiates, new_specializations, qkv, randn
 
 DIFFERENTIATING = [backend for backend in BACKENDS if differentiates(backend)]
@@ -41,8 +42,9 @@ def capture(call):
 # --------------------------------------------------------------------------------------------------------------------- graphs
 
 
+@report(142)
 @with_backward
-def test_a_captured_step_replays_on_new_values(backend):
+def test_a_captured_step_replays_on_new_values(report, backend):
     inputs = {name: x.requires_grad_() for name, x in qkv(2, 300, 300).items()}
     dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
     options = dict(causal=True, seqused_k=used, backend=backend)
@@ -58,8 +60,9 @@ def test_a_captured_step_replays_on_new_values(backend):
             torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
+@report(130)
 @with_backward
-def test_dropout_draws_a_new_mask_each_replay_and_backward_uses_the_same(backend):
+def test_dropout_draws_a_new_mask_each_replay_and_backward_uses_the_same(report, backend):
     """V is the identity, so that the output is P after dropout, and dv must be its transpose times dout."""
     inputs = {name: x.requires_grad_() for name, x in qkv(1, 64, 64, heads=2, kv_heads=2, dtype=torch.float32).items()}
     with torch.no_grad():
@@ -124,7 +127,8 @@ def test_no_host_synchronisation(backend, drop):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_new_length_compiles_nothing(backend):
+@report(152)
+def test_a_new_length_compiles_nothing(report, backend):
     """Lengths, batch sizes and head counts are no part of a compiled kernel, those that Triton likes to specialise on included."""
 
     def run(batch, seqlen_q, seqlen_k, heads, kv_heads):

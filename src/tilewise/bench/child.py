@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     with prepared.context():
         _once(prepared.call, request["pass"], inputs)
         first = time.perf_counter()
-        answer: dict[str, Any] = {"backend": prepared.backend or provider.backend or None, "rounds": 1}
+        answer: dict[str, Any] = {"backend": prepared.serving(request["pass"]) or provider.backend or None, "rounds": 1}
         if case.kind == "memory":
             answer["peak_bytes"] = _peak_bytes() - before
         else:

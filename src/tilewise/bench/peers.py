@@ -65,11 +65,16 @@ class Inputs:
 
 @dataclass(slots=True)
 class Prepared:
-    """A call ready to be timed, the context it must run in, and what it says about itself."""
+    """A call ready to be timed, the context it must run in, and which of our backends serves its forward and its backward pass."""
 
     call: Call
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     backend: str | None = None
+    backward_backend: str | None = None
+
+    def serving(self, pass_: str) -> str | None:
+        """The backend that a row of this pass is filed under; both passes together go by the forward's."""
+        return self.backward_backend if pass_ == "bwd" else self.backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +112,17 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
             return tilewise.attention(q, k, v, bias=bias, **options)
 
+        def serving(pass_: str) -> str:
+            return tilewise.explain(inputs.q, inputs.k, inputs.v, bias=inputs.bias, pass_=pass_, **options).backend
+
         try:
-            serving = tilewise.explain(inputs.q, inputs.k, inputs.v, bias=inputs.bias, **options).backend
+            forward = serving("fwd")
         except tilewise.UnsupportedAttention as error:
             raise Unsupported(str(error)) from error
-        return Prepared(call, backend=serving)
+        backward = None
+        with contextlib.suppress(tilewise.UnsupportedAttention):  # a backend that serves the forward pass alone can still be timed
+            backward = serving("bwd")
+        return Prepared(call, backend=forward, backward_backend=backward)
 
     return prepare
 

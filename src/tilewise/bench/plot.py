@@ -1,9 +1,13 @@
-"""Pictures of a results file: speed against length, memory against length, and the ratio to the best peer in every cell."""
+"""Pictures of a results file: speed and memory against length, speed-up against the density of a block mask, and the ratio to the best
+peer in every cell."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -68,6 +72,8 @@ def speed(rows: list[Row], pass_: str, theme: str = "light") -> Figure | None:
     dims = sorted({r["head_dim"] for r in chosen})
     figure, axes = _panels(2, len(dims), theme, share_y=True)
     ceiling = max(r["ceiling_tflops"] for r in chosen)
+    # A power-limited device clocks a frugal kernel higher than a matrix product, so a call may be faster than the product was.
+    top = 1.08 * max(ceiling, *(r["tflops"] for r in chosen))
     for row_of_axes, causal in zip(axes, (False, True), strict=True):
         for axis, dim in zip(row_of_axes, dims, strict=True):
             panel = [r for r in chosen if r["head_dim"] == dim and r["causal"] == causal]
@@ -77,8 +83,8 @@ def speed(rows: list[Row], pass_: str, theme: str = "light") -> Figure | None:
             axis.axhline(ceiling, color=THEMES[theme]["muted"], linewidth=1, linestyle=(0, (1, 2)))
             axis.set_title(f"head dim {dim}, {'causal' if causal else 'full'}", fontsize=10)
             _length_axis(axis, [r["seqlen"] for r in chosen])
-            axis.set_ylim(0, ceiling * 1.08)
-    note = f"dotted: this device's bf16 matrix product, {ceiling:.0f} TFLOP/s"
+            axis.set_ylim(0, top)
+    note = f"dotted: this device's bf16 matrix product in the same process, {ceiling:.0f} TFLOP/s"
     _finish(figure, axes, theme, "sequence length", "TFLOP/s", f"Attention {PASS_NAMES[pass_]}, {_origin(chosen)}", note)
     return figure
 
@@ -101,16 +107,91 @@ def memory(rows: list[Row], pass_: str = "fwd+bwd", theme: str = "light") -> Fig
             path = measured[-1:] + out
             axis.plot(*zip(*path, strict=True), color=colour, linestyle="--", linewidth=1.5, zorder=2)
             axis.plot(*zip(*out, strict=True), color=colour, linestyle="none", marker=marker, markerfacecolor="none", zorder=3)
-            axis.annotate(
-                "out of memory (predicted)", out[-1], xytext=(-12, 4), textcoords="offset points", ha="right", va="bottom", fontsize=9
-            )
     axis.set_yscale("log")
     axis.margins(y=0.12)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _length_axis(axis, [r["seqlen"] for r in chosen])
     shape = f"{chosen[0]['heads']} heads of {chosen[0]['head_dim']}, {chosen[0]['dtype']}"
-    _finish(figure, axes, theme, "sequence length", "GB above the inputs", f"Peak memory, {PASS_NAMES[pass_]}, {shape}", _origin(chosen))
+    note = _origin(chosen)
+    if any(r["status"] == "oom" for r in chosen):
+        note += "\ndashed, hollow: out of memory, drawn at the memory it would need"
+    _finish(figure, axes, theme, "sequence length", "GB above the inputs", f"Peak memory, {PASS_NAMES[pass_]}, {shape}", note)
     return figure
+
+
+def density(rows: list[Row], theme: str = "light") -> Figure | None:
+    """Speed-up of block-sparse calls over the fastest dense call of the same problem, against the share of tiles that the mask keeps.
+
+    Rows with a `density` key are drawn, a line of panels for each problem and a panel for each pass; a density of 1 is the dense call.
+    Where our line crosses 1 is the break-even point: below that density leaving tiles out pays, whoever serves the dense call.
+    """
+    grouped: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        if row.get("density") is not None and row["status"] == "ok" and row["ms"]:
+            problem = tuple(row[key] for key in ("head_dim", "seqlen", "heads", "dtype"))
+            grouped.setdefault(problem, {}).setdefault(row["pass"], []).append(row)
+    for passes in grouped.values():
+        for pass_ in [p for p, found in passes.items() if not {1} < {r["density"] for r in found}]:
+            del passes[pass_]
+    problems = sorted(problem for problem, passes in grouped.items() if passes)
+    columns = [p for p in PASS_NAMES if any(p in grouped[problem] for problem in problems)]
+    if not columns:
+        return None
+    figure, axes = _panels(len(problems), len(columns), theme, width=1.6 + 4.6 * len(columns), height=1.6 + 3.3 * len(problems))
+    for problem, line_of_axes in zip(problems, axes, strict=True):
+        for axis, pass_ in zip(line_of_axes, columns, strict=True):
+            if pass_ in grouped[problem]:
+                _density_panel(axis, grouped[problem][pass_], theme)
+                axis.set_title(f"head dim {problem[0]}, N = {problem[1]}, {axis.get_title()}", fontsize=10)
+            else:
+                axis.set_visible(False)
+    drawn = [r for problem in problems for found in grouped[problem].values() for r in found]
+    _finish(figure, axes, theme, "share of tiles kept", "over the fastest dense call", "Block-sparse attention", _origin(drawn))
+    return figure
+
+
+def _density_panel(axis: Axes, rows: list[Row], theme: str) -> None:
+    muted = THEMES[theme]["muted"]
+    dense, least = min(r["ms"] for r in rows if r["density"] == 1), min(r["density"] for r in rows)
+    axis.plot([least, 1], [1 / least, 1], color=muted, linewidth=1.2, linestyle=(0, (4, 3)), label="ideal: 1 / density")
+    axis.axhline(1, color=muted, linewidth=1)
+    title = PASS_NAMES[rows[0]["pass"]]
+    for label in _order(rows):
+        points = sorted((r["density"], dense / r["ms"]) for r in rows if provider_label(r) == label)
+        _line(axis, label, points)
+        even = break_even(points) if label.startswith("tilewise") else None
+        if even is not None:
+            axis.plot([even], [1], marker="|", markersize=20, markeredgewidth=2, color=THEMES[theme]["text"], zorder=4)
+            title += f"\n{_style(label)[2]} breaks even at {even:.0%}"
+    axis.set_title(title)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.margins(y=0.12)
+    axis.xaxis.set_major_locator(FixedLocator(sorted({r["density"] for r in rows})))
+    for one in (axis.xaxis, axis.yaxis):
+        one.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+
+
+def break_even(points: list[tuple[float, float]]) -> float | None:
+    """The largest density from which down to the least all speed-ups exceed 1, between the points on logarithmic axes.
+
+    None where not even the least density pays, 1.0 where all do.
+
+    >>> break_even([(0.25, 2.0), (1.0, 0.5)])
+    0.5
+    >>> break_even([(0.25, 0.9), (1.0, 0.5)]) is None
+    True
+    """
+    points = sorted(points)
+    if points[0][1] <= 1:
+        return None
+    for (x, above), (next_x, below) in itertools.pairwise(points):
+        if below <= 1:
+            share = math.log(above) / math.log(above / below)
+            return math.exp(math.log(x) + share * math.log(next_x / x))
+    return points[-1][0]
 
 
 def heat_map(rows: list[Row], theme: str = "light", case: str = "paper") -> Figure | None:
@@ -119,56 +200,66 @@ def heat_map(rows: list[Row], theme: str = "light", case: str = "paper") -> Figu
     for row in rows:
         if row["case"] == case and row.get("ms_rounds"):
             grouped.setdefault((row["label"], row["pass"]), []).append(row)
-    ours = sorted({provider_label(r) for r in rows if r["case"] == case and r["provider"] == "tilewise" and r.get("ms_rounds")})
-    columns = [(label, p) for label in ours for p in PASS_NAMES if any(key[1] == p for key in grouped)]
-    labels = sorted({key[0] for key in grouped}, key=_natural)
-    if not columns or not labels:
+    cells: dict[tuple[str, tuple[str, str]], tuple[Row, Row]] = {}  # by label and column: ours and the best peer
+    for (label, pass_), group in grouped.items():
+        best = min((r for r in group if r["provider"] != "tilewise"), key=lambda r: r["ms"], default=None)
+        if best is not None:
+            cells |= {(label, (provider_label(r), pass_)): (r, best) for r in group if r["provider"] == "tilewise"}
+    if not cells:
         return None
+    columns = sorted({column for _, column in cells}, key=lambda c: (_order_of(c[0]), list(PASS_NAMES).index(c[1])))
+    labels = sorted({label for label, _ in cells}, key=_natural)
     figure, axes = _panels(1, 1, theme, width=2.6 + 1.5 * len(columns), height=1.9 + 0.32 * len(labels))
     axis = axes[0][0]
-    for y, label in enumerate(labels):
-        for x, (mine, pass_) in enumerate(columns):
-            group = grouped.get((label, pass_), [])
-            me = next((r for r in group if provider_label(r) == mine), None)
-            best = min((r for r in group if r["provider"] != "tilewise"), key=lambda r: r["ms"], default=None)
-            if me is None or best is None:
-                continue
-            value = ratio(me, best)
-            axis.add_patch(plt.Rectangle((x - 0.49, y - 0.47), 0.98, 0.94, color=_diverging(value)))
-            text = f"{value:.2f}  {_style(best['provider'])[2].split(' (')[0].replace('FlashAttention-', 'FA')}"
-            axis.text(x, y, text, ha="center", va="center", fontsize=9, color="#10141a")
+    for (label, column), (mine, best) in cells.items():
+        x, y, value = columns.index(column), labels.index(label), ratio(mine, best)
+        axis.add_patch(plt.Rectangle((x - 0.49, y - 0.47), 0.98, 0.94, color=_diverging(value)))
+        text = f"{value:.2f}  {_style(best['provider'])[2].split(' (')[0].replace('FlashAttention-', 'FA')}"
+        axis.text(x, y, text, ha="center", va="center", fontsize=9, color="#10141a")
     axis.set_xlim(-0.5, len(columns) - 0.5)
     axis.set_ylim(len(labels) - 0.5, -0.5)
-    axis.set_xticks(range(len(columns)), [f"{PASS_NAMES[p]}\n{_style(mine)[2]}" for mine, p in columns], fontsize=9)
+    axis.set_xticks(range(len(columns)), [f"{PASS_NAMES[p]}\n{_style(name)[2]}" for name, p in columns], fontsize=9)
     axis.set_yticks(range(len(labels)), labels, fontsize=9)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     _colours(figure, axes, theme)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    kept = [r for group in grouped.values() for r in group]
+    kept = [row for pair in cells.values() for row in pair]
     title = f"Speed over the best peer's, named in each cell\n{_origin(kept)}"
     axis.set_title(title, fontsize=11, color=THEMES[theme]["text"], pad=10)
     figure.tight_layout()
     return figure
 
 
-def draw(rows: list[Row], folder: Path, themes: Iterable[str] = ("light", "dark"), suffix: str = "svg") -> list[Path]:
-    """Draws every picture that the rows allow, in each theme, and returns the files: NAME-THEME.SUFFIX."""
+def fingerprint(rows: Iterable[Row]) -> str:
+    """What stands in a picture's title field: which rows it shows."""
+    digest = hashlib.sha256(json.dumps(latest(rows), sort_keys=True).encode())
+    return f"rows {digest.hexdigest()[:16]}"
+
+
+def draw(rows: list[Row], folder: Path, themes: Iterable[str] = ("light", "dark"), suffix: str = "svg", prefix: str = "") -> list[Path]:
+    """Draws every picture that the rows allow, in each theme, and returns the files: PREFIX NAME-THEME.SUFFIX.
+
+    The `fingerprint` of the rows is each picture's title in its metadata, so that a test can tell whether a picture shows these rows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = latest(rows)
+    about = {"Title": fingerprint(rows)} | ({"Date": None} if suffix == "svg" else {})
     written: list[Path] = []
     for theme in themes:
         pictures: dict[str, Figure | None] = {
             **{f"speed-{pass_.replace('+', '-')}": speed(rows, pass_, theme) for pass_ in PASS_NAMES},
             "memory": memory(rows, theme=theme),
+            "density": density(rows, theme),
             "ratio": heat_map(rows, theme),
         }
         for name, figure in pictures.items():
             if figure is None:
                 continue
-            path = folder / f"{name}-{theme}.{suffix}"
-            figure.savefig(path, facecolor=figure.get_facecolor(), dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+            path = folder / f"{prefix}{name}-{theme}.{suffix}"
+            with matplotlib.rc_context({"svg.hashsalt": "tilewise"}):  # the same rows give the same file
+                figure.savefig(path, facecolor=figure.get_facecolor(), dpi=150, metadata=about)
             plt.close(figure)
             written.append(path)
     return written
@@ -183,9 +274,12 @@ def _style(label: str) -> tuple[str, str, str]:
 
 def _order(rows: Iterable[Row]) -> list[str]:
     """Providers in the order of STYLE, so that colours and legends agree between panels."""
-    names = {provider_label(r) for r in rows}
+    return sorted({provider_label(r) for r in rows}, key=_order_of)
+
+
+def _order_of(label: str) -> tuple[int, str]:
     known = list(STYLE)
-    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
+    return known.index(label) if label in known else len(known), label
 
 
 def _natural(label: str) -> list[Any]:
@@ -258,7 +352,7 @@ def _finish(figure: Figure, axes: Any, theme: str, x_label: str, y_label: str, t
     legend = figure.legend(named.values(), named.keys(), loc="lower center", ncols=max(columns, 1), frameon=False, fontsize=9)
     for text in legend.get_texts():
         text.set_color(colour["text"])
-    figure.tight_layout(rect=(0, (0.1 + 0.22 * lines) / inches, 1, 1 - 0.55 / inches))
+    figure.tight_layout(rect=(0, (0.1 + 0.22 * lines) / inches, 1, 1 - (0.42 + 0.16 * len(note.splitlines())) / inches))
 
 
 def _diverging(value: float) -> tuple[float, float, float]:
@@ -285,8 +379,12 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("site/figures"), help="folder for the pictures")
     p.add_argument("--format", default="svg", choices=["svg", "png"])
     p.add_argument("--theme", default="both", choices=["both", "light", "dark"])
+    p.add_argument("--json", action="store_true", help="print the files written as a JSON list")
     args = p.parse_args(arguments)
     themes = ("light", "dark") if args.theme == "both" else (args.theme,)
     written = draw(read(args.results), args.out, themes, args.format)
-    print("\n".join(map(str, written)) if written else "no row of these files can be drawn")
+    if args.json:
+        print(json.dumps([str(path) for path in written]))
+    else:
+        print("\n".join(map(str, written)) if written else "no row of these files can be drawn")
     return 0 if written else 1

@@ -29,6 +29,7 @@ from .timing import CudaClock, HostClock, Samples, Sensors, WallClock, ceilings
 
 Row = dict[str, Any]
 QUADRATIC = ("eager", "sdpa_math")  # providers that hold N x N matrices
+CPU_BUDGET = 100.0  # seconds: everything there takes many minutes on a small machine
 
 
 @dataclass(slots=True)
@@ -250,7 +251,7 @@ class Benchmark:
             if pass_ != "fwd" and not provider.backward:
                 raise Unsupported("forward only")
             contestant.prepared = provider.prepare(case, inputs)
-            row["backend"] = contestant.prepared.backend or row["backend"]
+            row["backend"] = contestant.prepared.serving(pass_) or row["backend"]
             with contestant.prepared.context(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a peer has to say about a case belongs into its row
                 results, contestant.call, row["peak_bytes"] = self._first(contestant.prepared, pass_, inputs)
@@ -377,7 +378,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="", choices=["", "cuda", "cpu"], help="default cuda where there is one")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--round-ms", type=float, default=30.0, help="length of one provider's turn")
-    p.add_argument("--budget", type=float, default=None, help="seconds after which the run ends with what it has")
+    p.add_argument(
+        "--budget",
+        type=float,
+        default=None,
+        help=f"seconds after which the run ends with what it has; 0: no end; default {CPU_BUDGET:.0f} on a CPU, no end on a GPU",
+    )
     p.add_argument("--out", type=Path, default=None, help="results file, one JSON object a line, appended to")
     p.add_argument("--list", action="store_true", help="print the ids of the chosen cases and stop")
     p.add_argument("--json", action="store_true", help="print the rows as JSON lines in place of tables")
@@ -387,7 +393,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `python -m tilewise.bench`; returns the exit status."""
     args = parser().parse_args(arguments)
-    options = Options(args.cases, args.providers, args.passes, args.device, args.rounds, args.round_ms, args.budget, args.out)
+    budget = args.budget
+    if budget is None and (args.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+        budget = CPU_BUDGET
+    options = Options(args.cases, args.providers, args.passes, args.device, args.rounds, args.round_ms, budget or None, args.out)
     try:
         benchmark = Benchmark(options, Reporter(quiet=args.json))
     except ValueError as error:

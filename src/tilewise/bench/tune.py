@@ -255,6 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--gain", type=float, default=0.01, help="a change must be faster by this share")
     p.add_argument("--out", type=Path, default=None, help="file for every measurement, JSON lines")
     p.add_argument("--write", action="store_true", help="rewrite the table in place; else only show the change")
+    p.add_argument("--json", action="store_true", help="print the measurements as JSON lines after the tables")
     args = p.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("tuning needs a GPU that torch sees")
@@ -269,15 +270,16 @@ def main(arguments: list[str] | None = None) -> int:
         present = next(one for one in found if one.trial.config == configs.TABLE[entry[0]][entry[1]])
         if found[0].score < (1 - args.gain) * present.score:
             changes[entry] = found[0].trial.config
+    measured = [
+        json.dumps(dict(arch=arch, bits=bits, purpose=purpose, dim=dim, config=astuple(one.trial.config), ms=one.ms, reason=one.reason))
+        for ((arch, bits, purpose), dim), found in outcome.items()
+        for one in found
+    ]
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w") as file:
-            for ((arch, bits, purpose), dim), found in outcome.items():
-                for one in found:
-                    row = dict(
-                        arch=arch, bits=bits, purpose=purpose, dim=dim, config=astuple(one.trial.config), ms=one.ms, reason=one.reason
-                    )
-                    file.write(json.dumps(row) + "\n")
+        args.out.write_text("".join(line + "\n" for line in measured))
+    if args.json:
+        print("\n".join(measured))
     path = Path(configs.__file__)
     old = path.read_text()
     new = rewritten(old, changes)

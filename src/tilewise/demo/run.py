@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise.bench.source_hash import kernel_source_hash
 from tilewise.demo.model import Attention, ByteGPT, eager_attention
 from tilewise.demo.scaling import Shape, measure
 from tilewise.demo.text import draw_batches, standard_library_text
@@ -87,6 +88,7 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
+        "source_hash": kernel_source_hash(),
         "training": _train_all(settings, device, progress),
         "scaling": _measure_all(settings, device, progress),
     }

@@ -55,6 +55,9 @@ def sharded_dim(name: str, shape: tuple[int, ...], kind: str, layout: str) -> in
         if kind == "heads":
             return len(shape) - 1
         return 0 if len(shape) == 2 and shape[0] > 1 else None
+    if name == "blocks":
+        dim = 0 if kind == "batch" else 1
+        return dim if shape[dim] > 1 else None
     return 0 if name in ("seqused_q", "seqused_k") and kind == "batch" else None
 
 

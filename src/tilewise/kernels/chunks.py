@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan import Operands, Rules, accumulator_dtype
+
+if TYPE_CHECKING:
+    from ..block_mask import TileLists
 
 NEG_INF = float("-inf")
 
@@ -24,6 +27,37 @@ class TileSizes(NamedTuple):
     block_m: int
     block_n: int
     scores: int
+
+
+class Keys(NamedTuple):
+    """The keys of one step: ascending runs, which are loaded side by side. One run unless tile lists chose them."""
+
+    runs: tuple[slice, ...]
+
+    @property
+    def start(self) -> int:
+        return self.runs[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.runs[-1].stop
+
+    @property
+    def count(self) -> int:
+        return sum(run.stop - run.start for run in self.runs)
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """These keys along a dimension of x: a view of one run, a copy of several."""
+        parts = [x.narrow(dim, run.start, run.stop - run.start) for run in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """Each run, and where it lies among the keys of the step."""
+        at = 0
+        for run in self.runs:
+            width = run.stop - run.start
+            yield run, slice(at, at + width)
+            at += width
 
 
 @dataclass(slots=True)
@@ -56,13 +90,18 @@ class Chunk:
     def rows(self, i: slice) -> Tensor:
         return self.arange(i).view(1, 1, -1, 1)
 
-    def columns(self, j: slice) -> Tensor:
-        return self.arange(j).view(1, 1, 1, -1)
+    def columns(self, j: Keys) -> Tensor:
+        return torch.cat([self.arange(run) for run in j.runs]).view(1, 1, 1, -1)
 
     def part(self, x: Tensor, *index: slice) -> Tensor:
-        """The piece of a broadcast (B, Hq, ...) tensor that belongs to these batch items, these heads and `index`."""
+        """The piece of a broadcast (B, Hq, ...) tensor that belongs to these batch items, these heads and `index`: a view."""
         wanted = (self.b, self.heads, *index)
-        return x[tuple(s if size != 1 else slice(None) for s, size in zip(wanted, x.shape, strict=True))]
+        return x[tuple(s if size != 1 else slice(None) for s, size in zip(wanted, x.shape, strict=False))]
+
+    def tile(self, x: Tensor, i: slice, j: Keys) -> Tensor:
+        """The piece of a broadcast (B, Hq, Sq, Sk) tensor that belongs to a tile."""
+        rows = self.part(x, i)
+        return rows if x.shape[3] == 1 else j.take(rows, 3)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """Uninitialised memory that every step uses again: fresh pages for each tile would cost more than the arithmetic on it."""
@@ -101,11 +140,17 @@ def chunks(t: Operands, r: Rules, limit: TileSizes) -> Iterator[Chunk]:
     used = [None if x is None else x.long().clamp(0, n) for x, n in ((t.seqused_q, seqlen_q), (t.seqused_k, seqlen_k))]
     ragged = any(x is not None for x in used)
 
+    lists = t.blocks if host else None  # elsewhere reading them would mean waiting
     block_m = max(1, min(limit.block_m, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
+    if lists is not None:
+        block_m = min(block_m, lists.block_m)
     block_n = max(1, min(seqlen_k, max(limit.block_n, min(16 * limit.block_n, limit.block_m * limit.block_n // block_m))))
     together = max(1, limit.scores // (group * block_m * block_n))  # key heads of a step, of one batch item or of several
     step_h = min(kv_heads, together)
     step_b = 1 if (ragged and host) or step_h < kv_heads else max(1, together // kv_heads)
+    if lists is not None:  # only what shares a list is visited together, and query heads of one key head
+        step_h = 1 if lists.kv_num.shape[1] > 1 else step_h
+        step_b = 1 if lists.kv_num.shape[0] > 1 or step_h < kv_heads else step_b
 
     by_head = (t.mask is not None and t.mask.shape[1] > 1) or (t.bias is not None and t.bias.shape[1] > 1)
     own_keys = group > 1 and (by_head or bool(r.score_mod) or bool(r.mask_mod))
@@ -142,10 +187,20 @@ def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(start + n * (stop - start) // count, start + (n + 1) * (stop - start) // count)
 
 
+def query_tiles(c: Chunk) -> Iterator[slice]:
+    """The queries in use, cut into tiles; with tile lists each lies in one block of queries."""
+    lists = c.t.blocks if c.host else None
+    if lists is None:
+        yield from pieces(0, c.len_q, c.tiles.block_m)
+        return
+    for start in range(0, c.len_q, lists.block_m):
+        yield from pieces(start, min(start + lists.block_m, c.len_q), c.tiles.block_m)
+
+
 # ------------------------------------------------------------------------------------------------------------ what is visible
 
 
-def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
+def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[Keys, Tensor | None]]:
     """The key tiles that some query of tile `i` may see, each with what is hidden in it: bool, broadcasts to (B, H, M, N), or None."""
     start, stop = 0, c.len_k
     if c.lengths is None:
@@ -155,17 +210,51 @@ def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
             stop = min(stop, i.stop + c.offset + c.r.window_right)
     if start >= stop:
         return
-    for j in pieces(start, stop, c.tiles.block_n):
+    if c.t.blocks is not None and c.host:
+        steps = listed_keys(c, c.t.blocks, i, start, stop)
+    else:
+        steps = ((Keys((run,)), True) for run in pieces(start, stop, c.tiles.block_n))
+    for j, masked in steps:
         hidden = None
-        for condition in hiding_conditions(c, i, j):
+        for condition in hiding_conditions(c, i, j, masked):
             if not c.host or condition.view(torch.uint8).amax():
                 hidden = condition if hidden is None else hidden | condition
         if hidden is None or not c.host or not hidden.view(torch.uint8).amin():
             yield j, hidden
 
 
-def hiding_conditions(c: Chunk, i: slice, j: slice) -> Iterator[Tensor]:
-    """Every reason why a score of tile (i, j) may be hidden, apart from what `score_mod` decides."""
+def listed_keys(c: Chunk, lists: TileLists, i: slice, start: int, stop: int) -> Iterator[tuple[Keys, bool]]:
+    """The keys from `start` to `stop` in listed tiles, the partial ones (True: the mask hides some) apart from the full ones."""
+    m = i.start // lists.block_m
+    batch = range(c.b.start, c.b.stop) if lists.kv_num.shape[0] > 1 else range(1)
+    heads = range(c.heads.start, c.heads.stop) if lists.kv_num.shape[1] > 1 else range(1)
+
+    def blocks(number: Tensor, index: Tensor) -> list[set[int]]:
+        return [set(index[b, h, m, : int(number[b, h, m])].tolist()) for b in batch for h in heads]
+
+    partial, full = blocks(lists.kv_num, lists.kv_idx), blocks(lists.kv_full_num, lists.kv_full_idx)
+    everywhere = set.intersection(*full)  # what is full for one head and not for another is masked for both
+    for masked, chosen in ((True, set.union(*partial, *full) - everywhere), (False, everywhere)):
+        runs: list[slice] = []
+        width = 0
+        for n in sorted(chosen):
+            first, last = max(start, n * lists.block_n), min(stop, (n + 1) * lists.block_n)
+            if first >= last:
+                continue
+            if runs and width + last - first > c.tiles.block_n:
+                yield Keys(tuple(runs)), masked
+                runs, width = [], 0
+            if runs and runs[-1].stop == first:
+                runs[-1] = slice(runs[-1].start, last)
+            else:
+                runs.append(slice(first, last))
+            width += last - first
+        if runs:
+            yield Keys(tuple(runs)), masked
+
+
+def hiding_conditions(c: Chunk, i: slice, j: Keys, masked: bool) -> Iterator[Tensor]:
+    """Every reason why a score of tile (i, j) may be hidden, apart from what `score_mod` decides, and from the mask unless `masked`."""
     t, r = c.t, c.r
     # Distance of the tile's corners from the diagonal; with lengths on the device nothing is known and all conditions apply.
     known = c.lengths is None
@@ -176,13 +265,13 @@ def hiding_conditions(c: Chunk, i: slice, j: slice) -> Iterator[Tensor]:
     if c.lengths is not None:
         len_q, len_k = c.lengths
         yield (c.rows(i) >= len_q) | (c.columns(j) >= len_k)
-    if t.mask is not None:
-        yield ~c.part(t.mask, i, j)
+    if t.mask is not None and masked:
+        yield ~c.tile(t.mask, i, j)
     if t.bias is not None:
-        bias = c.part(t.bias, i, j)
+        bias = c.tile(t.bias, i, j)
         if not c.host or not bias.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
             yield bias == NEG_INF
-    if r.mask_mod:
+    if r.mask_mod and masked:
         yield ~program(r.mask_mod).evaluate(indices(c, i, j), t.captured)
 
 
@@ -192,7 +281,7 @@ def program(text: str) -> Any:
     return Program.parse(text)
 
 
-def indices(c: Chunk, i: slice, j: slice) -> dict[str, Tensor]:
+def indices(c: Chunk, i: slice, j: Keys) -> dict[str, Tensor]:
     """What a traced program reads: batch item, query head, query, key and position, each broadcasting to (B, H, M, N)."""
     rows = c.rows(i)
     return {
@@ -204,6 +293,6 @@ def indices(c: Chunk, i: slice, j: slice) -> dict[str, Tensor]:
     }
 
 
-def distances(c: Chunk, i: slice, j: slice) -> Tensor:
+def distances(c: Chunk, i: slice, j: Keys) -> Tensor:
     """|p - j|, broadcasts to (B, H, M, N)."""
     return (c.rows(i) + c.offset - c.columns(j)).abs_().to(c.dtype)

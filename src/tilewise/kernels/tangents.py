@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import score_tangents
 from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, Tangents
-from .chunks import NEG_INF, Chunk, chunks, distances, indices, key_tiles, pieces
+from .chunks import NEG_INF, Chunk, Keys, chunks, distances, indices, key_tiles, query_tiles
 from .tiled import add_to_keys, as_bits, dropout_bits, finite, load_keys, load_queries, probabilities, scores, tile_sizes
 
 
@@ -29,7 +29,7 @@ class Queries(NamedTuple):
     empty: Tensor
 
 
-class Keys(NamedTuple):
+class KeyTile(NamedTuple):
     """A tile of keys (C, N, D) or values (C, N, Dv), and their tangents."""
 
     x: Tensor
@@ -64,8 +64,11 @@ def load_query_tile(c: Chunk, i: slice, u: Tangents, saved: Saved) -> Queries:
     return Queries(q, None if u.tq is None else load_queries(c, u.tq, i, empty) * c.r.softmax_scale, empty)
 
 
-def load_key_tile(c: Chunk, x: Tensor, tx: Tensor | None, j: slice, hidden: Tensor | None) -> Keys:
-    return Keys(load_keys(c, x, j, hidden), None if tx is None else load_keys(c, tx, j, hidden))
+def load_key_tile(c: Chunk, x: Tensor, tx: Tensor | None, j: Keys, hidden: Tensor | None) -> KeyTile:
+    moved = None if tx is None else load_keys(c, tx, j, hidden)
+    if moved is not None and len(j.runs) > 1:
+        moved = moved.clone()  # it lies in memory that the next tile gathered from several runs takes
+    return KeyTile(load_keys(c, x, j, hidden), moved)
 
 
 def product_tangent(a: Tensor, ta: Tensor | None, b: Tensor, tb: Tensor | None) -> Tensor:
@@ -78,7 +81,7 @@ def product_tangent(a: Tensor, ta: Tensor | None, b: Tensor, tb: Tensor | None) 
     return total
 
 
-def score_tile(c: Chunk, rows: Queries, keys: Keys, i: slice, j: slice, hidden: Tensor | None, u: Tangents) -> Tile:
+def score_tile(c: Chunk, rows: Queries, keys: KeyTile, i: slice, j: Keys, hidden: Tensor | None, u: Tangents) -> Tile:
     """Scores and their tangents, each step of the one followed by the same step of the other."""
     r = c.r
     s, hidden, tanh, score = scores(c, rows.q, keys.x, i, j, hidden, keep=True)
@@ -86,7 +89,7 @@ def score_tile(c: Chunk, rows: Queries, keys: Keys, i: slice, j: slice, hidden: 
     ts = traw.clone() if tanh is None else traw.addcmul(traw, tanh * tanh, value=-1)
     tile, tscore = c.per_head(ts), None
     if u.tbias is not None:
-        tile.add_(c.part(u.tbias, i, j))
+        tile.add_(c.tile(u.tbias, i, j))
     if u.talibi_slopes is not None:
         tile.addcmul_(c.part(u.talibi_slopes)[..., None, None].to(c.dtype), distances(c, i, j), value=-1)
     if r.score_mod:
@@ -155,7 +158,7 @@ def jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs) -> 
     if tangents.key_mass is not None:
         tangents.key_mass.zero_()
     for c in chunks(t, r, tile_sizes(t.q.device)):
-        for i in pieces(0, c.len_q, c.tiles.block_m):
+        for i in query_tiles(c):
             jvp_tile(c, i, u, saved, tangents)
         rest = slice(c.len_q, t.q.shape[2])
         for x in (tangents.out, tangents.lse, tangents.entropy):
@@ -174,7 +177,9 @@ def jvp_tile(c: Chunk, i: slice, u: Tangents, saved: Saved, tangents: Outputs) -
         log_p = log_probabilities(tile, state) if tangents.entropy is not None else None
         p, tp = probability_tile(tile, state)
         if tangents.key_mass is not None:
-            tangents.key_mass[c.b, c.heads, j] += c.per_head(tp).sum(2)
+            mass = c.per_head(tp).sum(2)
+            for run, span in j.spans():
+                tangents.key_mass[c.b, c.heads, run] += mass[..., span]
         if log_p is not None:
             tentropy.sub_(log_p.add_(1.0).mul_(tp).sum(-1, keepdim=True))
         if r.dropout_p > 0:
@@ -207,7 +212,7 @@ def backward_jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, cot: Cotangen
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         wanted = (tangents.dk, tangents.dv)
         totals = [None if x is None else torch.zeros(*kv_rows, x.shape[3], dtype=c.dtype, device=x.device) for x in wanted]
-        for i in pieces(0, c.len_q, c.tiles.block_m):
+        for i in query_tiles(c):
             backward_jvp_tile(c, i, u, saved, cot, tcot, tangents, *totals)
         if tangents.dq is not None:
             tangents.dq[c.b, c.heads, c.len_q :].zero_()
@@ -233,7 +238,7 @@ def load_output_gradients(c: Chunk, i: slice, rows: Queries, cot: Cotangents, tc
 
 
 def probability_gradients(
-    c: Chunk, i: slice, j: slice, tile: Tile, state: Rows, w: OutputGradients, v: Keys, kept: Tensor | None
+    c: Chunk, i: slice, j: Keys, tile: Tile, state: Rows, w: OutputGradients, v: KeyTile, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """dP and its tangent, both 0 where hidden: through the output, key_mass and entropy. For a tile whose s is still there."""
     dp, tdp = torch.zeros_like(tile.s), torch.zeros_like(tile.s)
@@ -252,7 +257,7 @@ def probability_gradients(
 
     for x, cot in ((dp, w.cot), (tdp, w.tcot)):
         if cot.dkey_mass is not None:
-            c.per_head(x).add_(cot.dkey_mass[c.b, c.heads, j].unsqueeze(2))
+            c.per_head(x).add_(j.take(cot.dkey_mass[c.b, c.heads], 2).unsqueeze(2))
         if cot.dentropy is not None:
             x.sub_(log_probabilities(tile, state).add_(1.0).mul_(rows_of(cot.dentropy)))
     if w.cot.dentropy is not None:
@@ -329,7 +334,7 @@ def backward_jvp_tile(
 
 
 def to_scaled_products(
-    c: Chunk, i: slice, j: slice, tile: Tile, ds: Tensor, tds: Tensor, u: Tangents, tangents: Gradients
+    c: Chunk, i: slice, j: Keys, tile: Tile, ds: Tensor, tds: Tensor, u: Tangents, tangents: Gradients
 ) -> tuple[Tensor, Tensor]:
     """Walks dS and its tangent back from the final score to the scaled product, adding to each parameter's tangent on the way."""
     t, r = c.t, c.r
@@ -341,8 +346,10 @@ def to_scaled_products(
         ds, tds = (x.contiguous().view(ds.shape) for x in after)
     tds_tile = c.per_head(tds)
     if tangents.dbias is not None:
-        total = c.part(tangents.dbias, i, j)
-        total.add_(tds_tile.sum_to_size(total.shape))
+        own = c.part(tangents.dbias, i)
+        for run, span in j.spans():
+            total = own if own.shape[3] == 1 else own[..., run]
+            total.add_(tds_tile[..., span].sum_to_size(total.shape))
     if tangents.dalibi_slopes is not None:
         total = c.part(tangents.dalibi_slopes)
         total.sub_((tds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
-from .chunks import NEG_INF, Chunk, TileSizes, chunks, distances, host_reads, indices, key_tiles, pieces, program
+from .chunks import NEG_INF, Chunk, Keys, TileSizes, chunks, distances, host_reads, indices, key_tiles, pieces, program, query_tiles
 from .philox import keep_mask
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -37,9 +37,15 @@ def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None) ->
     return c.per_key_tile(tile)
 
 
-def load_keys(c: Chunk, x: Tensor, j: slice, hidden: Tensor | None) -> Tensor:
+def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
     """(C, N, D): a tile of k or v in the accumulator dtype. Keys hidden from the whole tile are 0: a NaN there must meet no product."""
-    tile = x[c.b, c.kv_heads, j].to(c.dtype)
+    own = x[c.b, c.kv_heads]
+    if len(j.runs) == 1:
+        tile = own[:, :, j.runs[0]].to(c.dtype)
+    else:
+        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.count, own.shape[3])
+        for run, span in j.spans():
+            tile[:, :, span] = own[:, :, run]
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
@@ -56,7 +62,7 @@ class Scores(NamedTuple):
     raw: Tensor | None  # (B, H, M, N): what score_mod saw
 
 
-def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: slice, hidden: Tensor | None, keep: bool = False) -> Scores:
+def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: Keys, hidden: Tensor | None, keep: bool = False) -> Scores:
     """Scaled products, softcap, bias, ALiBi, score function, mask; `q` (C, R, D) carries the scale. `keep` is for the backward pass."""
     t, r, tanh, raw = c.t, c.r, None, None
     s = torch.bmm(q, k.mT, out=c.buffer("s", *q.shape[:2], k.shape[1]))
@@ -66,7 +72,7 @@ def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: slice, hidden: Tensor | 
         s.mul_(r.softcap)
     tile = c.per_head(s)  # (B, H, M, N), the same memory
     if t.bias is not None:
-        tile.add_(c.part(t.bias, i, j))
+        tile.add_(c.tile(t.bias, i, j))
     if t.alibi_slopes is not None:
         tile.addcmul_(c.part(t.alibi_slopes)[..., None, None].to(c.dtype), distances(c, i, j), value=-1)
     if r.score_mod:
@@ -119,7 +125,7 @@ def hide(s: Tensor, hidden: Tensor) -> None:
     as_bits(s).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(INF_BITS[s.dtype]))
 
 
-def dropout_bits(c: Chunk, x: Tensor, i: slice, j: slice) -> Tensor:
+def dropout_bits(c: Chunk, x: Tensor, i: slice, j: Keys) -> Tensor:
     """For the scores `x` of a tile: integers with all bits 1 where dropout keeps the probability, else 0."""
     assert c.t.dropout_seed is not None  # dropout_p > 0
     index, bits = indices(c, i, j), as_bits(c.buffer("keep", *x.shape))
@@ -127,7 +133,9 @@ def dropout_bits(c: Chunk, x: Tensor, i: slice, j: slice) -> Tensor:
     step = PHILOX_STEP * torch.get_num_threads() if c.host else bits.numel()
     for h in pieces(0, tile.shape[1], max(1, step // tile[:, 0].numel())):
         h_index = index["h"][:, h]
-        tile[:, h] = keep_mask(c.t.dropout_seed, c.r.dropout_p, index["b"], h_index, index["q_idx"], j.start, j.stop)
+        for run, span in j.spans():
+            kept = keep_mask(c.t.dropout_seed, c.r.dropout_p, index["b"], h_index, index["q_idx"], run.start, run.stop)
+            tile[:, h, :, span] = kept
     return bits.neg_()
 
 
@@ -144,7 +152,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
     if out.key_mass is not None:
         out.key_mass.zero_()
     for c in chunks(t, r, tile_sizes(t.q.device)):
-        for i in pieces(0, c.len_q, c.tiles.block_m):
+        for i in query_tiles(c):
             forward_tile(c, i, out)
         rest = slice(c.len_q, t.q.shape[2])
         out.out[c.b, c.heads, rest].zero_()
@@ -213,7 +221,9 @@ def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) 
         log_p = log_probabilities(s, lse)
         p = probabilities(s)
         if out.key_mass is not None:
-            out.key_mass[c.b, c.heads, j] += c.per_head(p).sum(2)
+            mass = c.per_head(p).sum(2)
+            for run, span in j.spans():
+                out.key_mass[c.b, c.heads, run] += mass[..., span]
         if out.entropy is not None:
             entropy.sub_(log_p.mul_(p).sum(-1, keepdim=True))
     if out.entropy is not None:
@@ -232,7 +242,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
     for c in chunks(t, r, tile_sizes(t.q.device)):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
-        for i in pieces(0, c.len_q, c.tiles.block_m):
+        for i in query_tiles(c):
             backward_tile(c, i, saved, cot, grads, *totals)
         if grads.dq is not None:
             grads.dq[c.b, c.heads, c.len_q :].zero_()
@@ -332,7 +342,7 @@ def row_terms(
     return delta
 
 
-def auxiliary_cotangents(c: Chunk, i: slice, j: slice, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
+def auxiliary_cotangents(c: Chunk, i: slice, j: Keys, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
     """The derivative of the loss with respect to p_ij through key_mass and entropy, (C, R, N); leaves ln p in the memory of s."""
     if cot.dkey_mass is None and cot.dentropy is None:
         return None
@@ -343,7 +353,7 @@ def auxiliary_cotangents(c: Chunk, i: slice, j: slice, s: Tensor, lse: Tensor, c
     else:
         daux = log_p.add_(1.0).mul_(c.per_key_tile(cot.dentropy[c.b, c.heads, i].unsqueeze(-1))).neg_()
     if cot.dkey_mass is not None:
-        c.per_head(daux).add_(cot.dkey_mass[c.b, c.heads, j].unsqueeze(2))
+        c.per_head(daux).add_(j.take(cot.dkey_mass[c.b, c.heads], 2).unsqueeze(2))
     return daux.masked_fill_(hidden, 0.0)
 
 
@@ -356,7 +366,7 @@ def score_gradients(c: Chunk, p: Tensor, dp: Tensor | None, daux: Tensor | None,
     return dp.sub_(delta).mul_(p)
 
 
-def add_parameter_gradients(c: Chunk, i: slice, j: slice, tile: Scores, ds: Tensor, grads: Gradients) -> None:
+def add_parameter_gradients(c: Chunk, i: slice, j: Keys, tile: Scores, ds: Tensor, grads: Gradients) -> None:
     """Walks back from the final score to the scaled product, in place in `ds`, and adds to each parameter's gradient on the way."""
     t, r = c.t, c.r
     ds_tile = c.per_head(ds)
@@ -364,8 +374,10 @@ def add_parameter_gradients(c: Chunk, i: slice, j: slice, tile: Scores, ds: Tens
         dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile.clone(), grads.dcaptured)
         ds_tile.copy_(dscore)
     if grads.dbias is not None:
-        total = c.part(grads.dbias, i, j)
-        total.add_(ds_tile.sum_to_size(total.shape))
+        rows = c.part(grads.dbias, i)
+        for run, span in j.spans():
+            total = rows if rows.shape[3] == 1 else rows[..., run]
+            total.add_(ds_tile[..., span].sum_to_size(total.shape))
     if grads.dalibi_slopes is not None:
         total = c.part(grads.dalibi_slopes)
         total.sub_((ds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))
@@ -380,10 +392,11 @@ def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> No
     dsink[c.heads].sub_((p * c.per_head(delta)).sum((0, 2, 3)))
 
 
-def add_to_keys(c: Chunk, total: Tensor, x: Tensor, rows: Tensor, j: slice) -> None:
+def add_to_keys(c: Chunk, total: Tensor, x: Tensor, rows: Tensor, j: Keys) -> None:
     """total[:, j] += x^T rows, for x (C, R, N) and rows (C, R, D), summed over the query heads of each key head."""
-    part = total[:, j]
-    if c.own_keys:
-        part.add_(torch.bmm(x.mT, rows).unflatten(0, (-1, c.group)).sum(1))
-    else:
-        part.baddbmm_(x.mT, rows)
+    for run, span in j.spans():
+        part, x_run = total[:, run], x[..., span]
+        if c.own_keys:
+            part.add_(torch.bmm(x_run.mT, rows).unflatten(0, (-1, c.group)).sum(1))
+        else:
+            part.baddbmm_(x_run.mT, rows)

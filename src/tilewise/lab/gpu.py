@@ -65,7 +65,7 @@ def timed(call: Any) -> float:
 
 
 def measure(point: Point, device: Device, l2_bytes: int, multiprocessors: int) -> Row:
-    """Speed and accuracy of one point; what the device cannot launch is a row as well."""
+    """Speed and accuracy of one point; what the device cannot launch or hold is a row as well."""
     step = point.found()
     row: Row = {**point.row(), "dtype": str(DTYPE).removeprefix("torch."), "ms": None, "error": None, "status": "ok"}
     inputs = point.inputs(DTYPE, "cuda")
@@ -76,13 +76,19 @@ def measure(point: Point, device: Device, l2_bytes: int, multiprocessors: int) -
     try:
         call = step.launch(inputs)
         row["error"], row["allowed_error"] = checked(call(), inputs, point)
+        if not row["error"] <= row["allowed_error"]:  # a NaN is never allowed
+            return row | {"status": "wrong"}
+        row["ms"] = timed(call)
     except Exception as refusal:  # out of shared memory or registers: a finding of the sweep, not a failure of it
-        return row | {"status": "unsupported", "reason": f"{type(refusal).__name__}: {refusal}"[:300]}
-    if row["error"] > row["allowed_error"]:
-        return row | {"status": "wrong"}
-    row["ms"] = timed(call)
+        return row | refused(refusal)
     row["tflops"] = prediction.flops / row["ms"] / 1e9
     return row
+
+
+def refused(refusal: Exception) -> Row:
+    """What kept a point from being measured, as keys of its row."""
+    status = "oom" if isinstance(refusal, torch.OutOfMemoryError) else "unsupported"
+    return {"status": status, "reason": f"{type(refusal).__name__}: {refusal}".splitlines()[0][:300]}
 
 
 def checked(got: Results, inputs: Inputs, point: Point) -> tuple[float, float]:
@@ -147,13 +153,17 @@ def main(arguments: list[str] | None = None) -> int:
         if time.monotonic() - begin > given.budget:
             print(f"budget of {given.budget:.0f} s spent: {len(points) - done} of {len(points)} points not run")
             break
-        if point.experiment == "memory":
-            row = extra_memory(point)
-        else:
-            row = measure(point, device, memories["l2_bytes"], memories["multiprocessors"])
+        try:
+            if point.experiment == "memory":
+                row = extra_memory(point)
+            else:
+                row = measure(point, device, memories["l2_bytes"], memories["multiprocessors"])
+        except Exception as refusal:
+            row = point.row() | refused(refusal)
         results.write([shared | row], given.out)
-        torch.cuda.empty_cache()
         print(line(row), flush=True)
+        torch.cuda.synchronize()  # raises where a bad access has broken the device for this process: no later number would count
+        torch.cuda.empty_cache()
     return 0
 
 

@@ -1,11 +1,13 @@
 """The bytes that a GPU really moves, by its own counters.
 
-Two commands. `launch` runs every point once between markers and is meant to be started by the profiler:
+`launch` runs points once between markers and is meant to be started by the profiler, in parts, so that a run that is cut short keeps the
+parts before it:
 
-    ncu --clock-control none --profile-from-start off --print-units base --csv --log-file ncu.csv --metrics METRICS \\
-        python -m tilewise.lab.profile launch --plan plan.json
+    ncu --clock-control none --profile-from-start off --print-units base --csv --log-file ncu-1.csv --metrics METRICS \\
+        python -m tilewise.lab.profile launch --plan plan-1.json --part 1/4
 
-`merge` reads what the profiler wrote and adds the sums of each point to the rows of `lab.gpu`. `METRICS` is printed by `metrics`.
+`merge` reads what the profiler wrote and adds the sums of each point to the rows of `lab.gpu`. `METRICS` is printed by `metrics`. `probe`
+is a launch of next to nothing: it shows in seconds whether the counters may be read at all.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,14 +44,38 @@ METRICS = {
 FALLBACK_METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum", "gpu__time_duration.sum")
 
 
-def launch(plan: Path, budget_s: float) -> None:
-    """Runs every point once under the profiler, a marker before each, and writes which marker stands for which point."""
+def part_of(part: str) -> list[tuple[int, Point]]:
+    """The numbered points of a part, "1/4" for the first quarter; their numbers count over all parts.
+
+    >>> sum(len(part_of(f"{index}/4")) for index in (1, 2, 3, 4)) == len(part_of("1/1"))
+    True
+    >>> part_of("2/4")[0][0] == part_of("1/4")[-1][0] + 1
+    True
+    """
+    index, parts = (int(number) for number in part.split("/"))
+    points = list(enumerate(gpu_points(), start=1))
+    return points[len(points) * (index - 1) // parts : len(points) * index // parts]
+
+
+def probe() -> None:
+    """One marker under the profiler."""
+    from .triton.probes import lab_marker_kernel
+
+    scratch = torch.zeros(1, device="cuda")
+    torch.cuda.cudart().cudaProfilerStart()
+    lab_marker_kernel[(1,)](scratch)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def launch(plan: Path, part: str, budget_s: float) -> None:
+    """Runs every point of a part once under the profiler, a marker before each, and writes which marker stands for which point."""
     from .triton.probes import lab_marker_kernel
 
     begin, runtime = time.monotonic(), torch.cuda.cudart()
     scratch, planned = torch.zeros(1, device="cuda"), []
     lab_marker_kernel[(1,)](scratch)
-    for number, point in enumerate(gpu_points(), start=1):
+    for number, point in part_of(part):
         if time.monotonic() - begin > budget_s:
             print(f"budget of {budget_s:.0f} s spent before point {number}")
             break
@@ -111,9 +137,9 @@ def sums(text: str) -> dict[int, Row]:
     return {marker: dict(row) for marker, row in totals.items()}
 
 
-def merge(csv_text: str, plan: list[Row], rows: list[Row]) -> list[Row]:
+def merge(csv_texts: Iterable[str], plan: list[Row], rows: list[Row]) -> list[Row]:
     """The rows with measured bytes beside the predicted ones; rows of points that were not profiled stay as they are."""
-    measured = sums(csv_text)
+    measured = {marker: total for text in csv_texts for marker, total in sums(text).items()}
     by_point = {}
     for planned in plan:
         fields = dict(planned)
@@ -163,19 +189,26 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     asked = commands.add_parser("metrics", help="print the metrics to ask the profiler for")
     asked.add_argument("--fallback", action="store_true", help="only those that every recent GPU has")
-    started = commands.add_parser("launch", help="run every point once, to be profiled")
+    commands.add_parser("probe", help="launch next to nothing, to see whether the profiler may read the counters")
+    started = commands.add_parser("launch", help="run the points of a part once, to be profiled")
     started.add_argument("--plan", type=Path, required=True)
+    started.add_argument("--part", default="1/1", help="which of how many")
     started.add_argument("--budget", type=float, default=180.0)
     merging = commands.add_parser("merge", help="add the profiler's sums to the rows of lab.gpu")
-    for name in ("--csv", "--plan", "--rows", "--out"):
+    for name in ("--csv", "--plan"):
+        merging.add_argument(name, type=Path, required=True, nargs="+")
+    for name in ("--rows", "--out"):
         merging.add_argument(name, type=Path, required=True)
     given = parser.parse_args(arguments)
     if given.command == "metrics":
         print(",".join(FALLBACK_METRICS if given.fallback else METRICS))
+    elif given.command == "probe":
+        probe()
     elif given.command == "launch":
-        launch(given.plan, given.budget)
+        launch(given.plan, given.part, given.budget)
     else:
-        rows = merge(given.csv.read_text(), json.loads(given.plan.read_text()), results.read(given.rows))
+        plan = [point for path in given.plan for point in json.loads(path.read_text())]
+        rows = merge((path.read_text() for path in given.csv), plan, results.read(given.rows))
         given.out.unlink(missing_ok=True)
         results.write(rows, given.out)
         print(report(rows))

@@ -243,6 +243,8 @@ def main(
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)  # a pipe or a file has no width of its own, and numbers must not be cut
     if trace_to is not None:
         console.print(f"open in a browser: {trace.write_trace(trace_to)}")
         return 0

@@ -29,8 +29,9 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
         f"head dims are {dims[0]} and {dims[1]}, and these kernels take 1 to {MAX_HEAD_DIM}": (
             not all(1 <= dim <= MAX_HEAD_DIM for dim in dims)
         ),
-        "score_mod is a program, which these kernels do not run": bool(r.score_mod),
-        "the mask is a program, which these kernels do not run": bool(r.mask_mod),
+        "they add gradients of tensors that score_mod captures in the order of arrival, and deterministic=True asks for one order": (
+            request.backward and r.deterministic and "captured" in request.needs and bool(r.score_mod)
+        ),
         f"they do not compute {' and '.join(aux)}": bool(aux),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -46,8 +46,11 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
             dout = dout.contiguous()
         if grads.dk is not None or grads.dv is not None or bias_cols is not None:
             launch_dkdv(call, t, dout, rows, grads, bias_cols)
-        if any(x is not None for x in (grads.dq, bias_rows, slope_rows, bias_tiles)):
-            launch_dq(call, t, dout, rows, grads.dq, bias_rows, slope_rows, bias_tiles)
+        for x in grads.dcaptured:
+            if x is not None:
+                x.zero_()
+        if any(x is not None for x in (grads.dq, bias_rows, slope_rows, bias_tiles, *grads.dcaptured)):
+            launch_dq(call, t, dout, rows, grads.dq, bias_rows, slope_rows, bias_tiles, grads.dcaptured)
         if dbias is not None and all(x is None for x in (bias_rows, bias_cols, bias_tiles)):
             launch_bias_gradient(call, t, dout, rows, dbias)
         for partial in (bias_rows, bias_cols):

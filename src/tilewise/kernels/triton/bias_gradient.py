@@ -32,9 +32,10 @@ def bias_gradient(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale,
+    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one tile of scores over the batch items and heads that share the bias, in a fixed order."""
     num_m, num_n = tl.cdiv(size_q, BLOCK_M), tl.cdiv(size_k, BLOCK_N)
@@ -49,13 +50,16 @@ def bias_gradient(
         lo, _full_lo, _full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
         if (n0 + BLOCK_N > lo) & (n0 < hi):
             bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
-            mask, slope, drop = None, None, None
+            mask, slope, drop, program = None, None, None, None
             if mask_ptr is not None:
                 mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
             if slopes_ptr is not None:
                 slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
             if seed_ptr is not None:
                 drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+            if SCORE_MOD != "" or MASK_MOD != "":
+                program = (captured_ptr, captured_sizes, None, b, h, size_q - 1, size_k - 1)
+            rules = (scale, softcap, slope, program)
             q = (head_of(q_ptr, b, h, stride_qb, stride_qh, ALIGN, False), stride_qs * ALIGN, stride_qd, b, h)
             k = (head_of(k_ptr, b, h // group, stride_kb, stride_kh, ALIGN, False), stride_ks * ALIGN, stride_kd, b, h)
             v = (head_of(v_ptr, b, h // group, stride_vb, stride_vh, ALIGN, False), stride_vs * ALIGN, stride_vd, b, h)
@@ -69,8 +73,8 @@ def bias_gradient(
                 tl.load(delta_ptr + rows),
                 load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, True),
                 load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True),
-                offs_m, offs_n, n0, span, (scale, softcap, slope), bias, mask, (unit, unit_exact), drop, keep_scale,
-                BLOCK_N, NATURAL, True, PRECISION, True)  # fmt: skip
+                offs_m, offs_n, n0, span, rules, bias, mask, (unit, unit_exact), drop, keep_scale,
+                SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, True, PRECISION, True)  # fmt: skip
             total += ds
     start = dbias_ptr + shared // bias_heads * stride_dbias_b + shared % bias_heads * stride_dbias_h
     inside = (offs_m < size_q)[:, None] & (offs_n < size_k)[None, :]
@@ -105,5 +109,6 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms
         *strides(dout, align),
         **call.rule_arguments,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
+        SCORE_GRAD=call.score_gradient(),
         **call.constants(config, align, False),
     )

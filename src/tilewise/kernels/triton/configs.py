@@ -43,9 +43,9 @@ SHARED_LIMIT = {
 
 # Calls with one of these hold more in registers than the tiles of `TABLE` leave; they take those of `HEAVY_TABLE` where it has any.
 HEAVY = {
-    FORWARD: {"mask", "bias", "dropout"},
-    DKDV: {"mask", "bias", "dropout", "softcap", "alibi", "window_left", "lengths"},
-    DQ: {"mask", "bias", "dropout"},
+    FORWARD: {"mask", "bias", "dropout", "program"},
+    DKDV: {"mask", "bias", "dropout", "softcap", "alibi", "window_left", "lengths", "program"},
+    DQ: {"mask", "bias", "dropout", "program"},
     DBIAS: set(),
 }
 
@@ -56,8 +56,8 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
         128: Config(128, 128, 8, 3, True),
         256: Config(128, 64, 8, 2, True),
     },
-    ("sm90", 16, DKDV): {64: Config(128, 128, 8, 3, True), 128: Config(64, 128, 8, 3, True), 256: Config(64, 64, 8, 1, True)},
-    ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 64, 8, 3, True), 256: Config(64, 64, 8, 1, True)},
+    ("sm90", 16, DKDV): {64: Config(128, 128, 8, 3, True), 128: Config(64, 128, 8, 3, True), 256: Config(64, 64, 8, 2, True)},
+    ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 64, 8, 3, True), 256: Config(64, 64, 4, 2, True)},
     ("sm90", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
     ("sm90", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     ("sm90", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
@@ -154,6 +154,7 @@ def features(t: Operands, r: Rules) -> frozenset[str]:
     """What of a call decides between the tables."""
     given = {"mask": t.mask is not None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
     given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
+    given["program"] = bool(r.score_mod or r.mask_mod)
     given["lengths"] = t.seqused_q is not None or t.seqused_k is not None
     return frozenset(name for name, on in given.items() if on)
 

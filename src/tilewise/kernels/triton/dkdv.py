@@ -21,6 +21,7 @@ from .tiles import (
     load_tile,
     probabilities,
     product_gradient,
+    program_gradient,
     query_tile_range,
     score_gradient,
     scores,
@@ -37,14 +38,15 @@ if TYPE_CHECKING:
 @triton.jit
 def walk_queries(
     dk, dv, bias_cols, k, v, q, do, row_lse_ptr, rest_ptr, delta_ptr, offs_n, n0, lo, hi, span, rules, bias, mask, base2, drop, keep_scale,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
     # A masked stretch has few tiles: without a pipeline it leaves registers to the stretch that matters.
-    EDGE: tl.constexpr = MASKED and bias is None and mask is None
+    EDGE: tl.constexpr = MASKED and not DENSE
     len_q = span[0]
     for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
         offs_m = m0 + tl.arange(0, BLOCK_M)
@@ -53,7 +55,9 @@ def walk_queries(
         bias_tile = load_matrix(bias, offs_m, offs_n, span, True)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, True)
         qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
-        s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, SANITIZE, SANITIZE, True, MASKED)
+        s, capped, raw = scores(
+            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, SANITIZE, True, MASKED
+        )  # fmt: skip
         rest = None
         if rest_ptr is not None:
             rest = tl.load(rest_ptr + offs_m)[None, :]
@@ -74,6 +78,7 @@ def walk_queries(
             if drop is not None:
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             ds = score_gradient(p, dp, delta[None, :], MASKED and SANITIZE)
+            ds = program_gradient(ds, raw, offs_m, offs_n, span, rules, SCORE_GRAD, True)
             if WANT_COLS:
                 bias_cols += tl.sum(ds, 1)
             if WANT_DK:
@@ -89,16 +94,17 @@ def one_head_dkdv(
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, h, n0, heads, row_blocks, size_k, span, scale, softcap, base2,
-    dropout_threshold, keep_scale,
+    dropout_threshold, keep_scale, captured_ptr, captured_sizes, size_q,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
     len_k, window_left, window_right = span[1], span[2], span[3]
     q = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
     do = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
-    bias, mask, slope, drop = None, None, None, None
+    bias, mask, slope, drop, program = None, None, None, None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
     if mask_ptr is not None:
@@ -107,7 +113,9 @@ def one_head_dkdv(
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules = (scale, softcap, slope)
+    if SCORE_MOD != "" or MASK_MOD != "":
+        program = (captured_ptr, captured_sizes, None, b, h, size_q - 1, size_k - 1)
+    rules = (scale, softcap, slope, program)
     row = (b * heads + h).to(tl.int64)
     lse, delta = row_lse_ptr + row * (row_blocks * ROW_BLOCK), delta_ptr + row * (row_blocks * ROW_BLOCK)
     rest = None
@@ -115,7 +123,6 @@ def one_head_dkdv(
         rest = rest_ptr + row * (row_blocks * ROW_BLOCK)
     offs_n = n0 + tl.arange(0, BLOCK_N)
     cols = tl.zeros([BLOCK_N], tl.float32)
-    DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
     TAIL: tl.constexpr = SANITIZE or window_left is not None
     lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, DENSE, TAIL)
     starts = (full_lo, lo, full_hi)
@@ -124,8 +131,8 @@ def one_head_dkdv(
         if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None))):
             dk, dv, cols = walk_queries(
                 dk, dv, cols, k, v, q, do, lse, rest, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop,
-                keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV, bias_cols_ptr is not None, TMA, TMA_DO,
-                NATURAL, SANITIZE, PRECISION, part != 0)  # fmt: skip
+                keep_scale, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
+                bias_cols_ptr is not None, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION, part != 0)  # fmt: skip
     if bias_cols_ptr is not None:
         tl.store(bias_cols_ptr + row * size_k + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < size_k)
     return dk, dv
@@ -144,10 +151,11 @@ def attention_dkdv(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale,
+    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, over all query heads that read it. Under a causal mask the first tiles are the longest."""
     num_n = tl.cdiv(size_k, BLOCK_N)
@@ -171,8 +179,9 @@ def attention_dkdv(
                 bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
                 mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
                 slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k * group + g, n0, heads, row_blocks, size_k, span, scale,
-                softcap, (unit, unit_exact), dropout_threshold, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, PRECISION)  # fmt: skip
+                softcap, (unit, unit_exact), dropout_threshold, keep_scale, captured_ptr, captured_sizes, size_q,
+                SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
             dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
@@ -180,8 +189,9 @@ def attention_dkdv(
             bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
             mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
             slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k, n0, heads, row_blocks, size_k, span, scale,
-            softcap, (unit, unit_exact), dropout_threshold, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-            dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, PRECISION)  # fmt: skip
+            softcap, (unit, unit_exact), dropout_threshold, keep_scale, captured_ptr, captured_sizes, size_q,
+            SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+            dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
         dk_head = (head_of(dk_ptr, b, head_k, stride_dkb, stride_dkh, ALIGN, False), stride_dks * ALIGN, stride_dkd, b, head_k)
@@ -219,6 +229,7 @@ def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: 
         *strides(grads.dv, align),
         **call.rule_arguments,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
+        SCORE_GRAD=call.score_gradient(),
         **call.constants(config, align, tma),
         TMA_DO=tma_do,
         GROUPED=call.heads != call.heads_k,

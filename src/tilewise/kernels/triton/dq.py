@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import triton
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @triton.jit
 def walk_keys(
     dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -47,7 +49,7 @@ def walk_keys(
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
         ds, s, capped = tile_gradient(
             q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
-            BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
+            SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
         if WANT_SLOPE_ROWS:
@@ -76,10 +78,11 @@ def attention_dq(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale,
+    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, dcaptured_ptr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
     num_m = tl.cdiv(size_q, BLOCK_M)
@@ -94,7 +97,7 @@ def attention_dq(
     k_head = (head_of(k_ref, b, h // group, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, h // group)
     v_head = (head_of(v_ref, b, h // group, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, h // group)
     do_head = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
-    bias, mask, slope, drop, dbias = None, None, None, None, None
+    bias, mask, slope, drop, program, dbias = None, None, None, None, None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
     if mask_ptr is not None:
@@ -105,7 +108,9 @@ def attention_dq(
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
     if dbias_ptr is not None:
         dbias = (dbias_ptr + b * stride_dbias_b + h * stride_dbias_h, stride_dbias_m, 1 if stride_dbias_n is None else stride_dbias_n)
-    rules = (scale, softcap, slope)
+    if SCORE_MOD != "" or MASK_MOD != "":
+        program = (captured_ptr, captured_sizes, dcaptured_ptr, b, h, size_q - 1, size_k - 1)
+    rules = (scale, softcap, slope, program)
     base2 = (unit, unit_exact)
     rows = bh.to(tl.int64) * size_q + offs_m
     padded_rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
@@ -121,14 +126,14 @@ def attention_dq(
     bias_rows = tl.zeros([BLOCK_M], tl.float32)
     slope_rows = tl.zeros([BLOCK_M], tl.float32)
 
-    DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
     ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
     for part in tl.static_range(3):
         if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
             dq, bias_rows, slope_rows = walk_keys(
                 dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, base2, drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, dq_ptr is not None, bias_rows_ptr is not None,
-                slope_rows_ptr is not None, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                mask, base2, drop, keep_scale, dbias, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+                dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
+                TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
         dq_head = (head_of(dq_ptr, b, h, stride_dqb, stride_dqh, ALIGN, False), stride_dqs * ALIGN, stride_dqd, b, h)
@@ -141,9 +146,11 @@ def attention_dq(
 
 def launch_dq(
     call: Launch, t: Operands, dout: Tensor, rows: RowTerms,
-    dq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None,
+    dq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None, dcaptured: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
-    """Fill what is not None: dQ, sums over keys (B, Hq, Sq) for a bias with one column and for the slopes, and a bias's own gradient."""
+    """Fill what is not None: dQ, sums over keys (B, Hq, Sq) for a bias with one column and for the slopes, and a bias's own gradient. Add
+    to the gradients of captured tensors, float32 and contiguous."""
+    wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     config = call.config(DQ)
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
@@ -170,6 +177,8 @@ def launch_dq(
         *strides(dq, align),
         **call.rule_arguments,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
+        dcaptured_ptr=tuple(dcaptured) if wanted else None,
+        SCORE_GRAD=call.score_gradient(wanted),
         **call.constants(config, align, tma),
         TMA_DO=tma_do,
     )

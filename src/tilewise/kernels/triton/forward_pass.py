@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def attend(
-    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop,
+    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,8 @@ def attend(
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-        s, _ = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, SANITIZE, True, False, MASKED)
+        s, _, _ = scores(
+            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, True, False, MASKED)  # fmt: skip
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -71,9 +72,9 @@ def attention_forward(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale,
+    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A one-dimensional grid has no 65,535 limit. Tiles of one head are neighbours, so that they share its keys in L2; under a causal
     # mask the longest come first.
@@ -96,12 +97,14 @@ def attention_forward(
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
     if mask_ptr is not None:
         mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
-    slope, drop = None, None
+    slope, drop, program = None, None, None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules = (scale, softcap, slope)
+    if SCORE_MOD != "" or MASK_MOD != "":
+        program = (captured_ptr, captured_sizes, None, b, h, size_q - 1, size_k - 1)
+    rules = (scale, softcap, slope, program)
     base2 = (unit, unit_exact)
 
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
@@ -113,13 +116,12 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
 
-    DENSE: tl.constexpr = bias_ptr is not None or mask_ptr is not None
     ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
     for part in tl.static_range(3):
         if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
             acc, l, m = attend(
                 acc, l, m, q, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias, mask, base2, drop,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                SCORE_MOD, MASK_MOD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]

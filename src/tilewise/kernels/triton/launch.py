@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...plan import Operands, Rules
+    from .emission import Facts
 
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
+RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
 
 LOG2E = 1.4426950408889634
 WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
@@ -45,14 +47,43 @@ class Launch:
         self.heads_k, self.size_k, self.dv = t.v.shape[1:]
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
+        # Whether any tile may hold hidden pairs, not only those at the ends of what a window and the lengths show.
+        self.dense = t.bias is not None or t.mask is not None or bool(r.mask_mod)
+        self.score_mod, self.mask_mod = "", ""
+        self._facts: tuple[Facts, ...] = ()
+        self._indices: tuple[tuple[str, tuple[int, int]], ...] = ()
+        if r.score_mod or r.mask_mod:
+            self._emit()
         # float32 pays for natural scores too: a rounded scale * log2(e) would cost the recomputed probabilities their last bits.
-        added = t.bias is not None or t.alibi_slopes is not None
+        added = t.bias is not None or t.alibi_slopes is not None or bool(r.score_mod)
         self.natural = t.q.element_size() == 4 or not raw_scores(r.softmax_scale, r.softcap, added)
         # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
         self.sanitize = unseen or any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
+        self.sanitize |= bool(r.score_mod or r.mask_mod)
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
+
+    def _emit(self) -> None:
+        from . import emission
+
+        t, r = self.t, self.r
+        ragged = t.seqused_q is not None or t.seqused_k is not None
+        self._facts = tuple(map(emission.facts, t.captured))
+        self._indices = emission.sizes(self.batch, self.heads, self.size_q, self.size_k, ragged)
+        if r.score_mod:
+            self.score_mod = emission.forward_text(r.score_mod, self._facts, self._indices)
+            self.dense |= emission.may_hide(r.score_mod)
+        if r.mask_mod:
+            self.mask_mod = emission.forward_text(r.mask_mod, self._facts, self._indices)
+
+    def score_gradient(self, wanted: frozenset[int] = frozenset()) -> str:
+        """The derivative of the score function, which also adds to the gradients of the captured tensors ``wanted``."""
+        if not self.r.score_mod:
+            return ""
+        from . import emission
+
+        return emission.gradient_text(self.r.score_mod, wanted, self._facts, self._indices)
 
     def config(self, purpose: str) -> Config:
         from ...plan import target_of
@@ -73,6 +104,9 @@ class Launch:
             "TMA": tma,
             "NATURAL": self.natural,
             "SANITIZE": self.sanitize,
+            "DENSE": self.dense,
+            "SCORE_MOD": self.score_mod,
+            "MASK_MOD": self.mask_mod,
             "PRECISION": self.precision,
             "enable_fp_fusion": True,  # Triton 3.10 stops fusing multiply-adds unless told to
             "num_warps": config.num_warps,
@@ -94,7 +128,7 @@ class Launch:
         t, r = self.t, self.r
         unit = 1.0 if self.natural else r.softmax_scale * LOG2E
         slopes = t.alibi_slopes
-        arguments = {
+        arguments: dict[str, Any] = {
             "slopes_ptr": slopes,
             "stride_slopes_b": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
             "stride_slopes_h": 0 if slopes is None else slopes.stride(1),
@@ -113,7 +147,14 @@ class Launch:
             "window_right": min(r.window_right, WIDEST_WINDOW) if r.window_right >= 0 else None,
             "dropout_threshold": math.floor(r.dropout_p * 2**32),
             "keep_scale": 1.0 / (1.0 - r.dropout_p),
+            "captured_ptr": None,
+            "captured_sizes": None,
         }
+        if t.captured and (self.score_mod or self.mask_mod):
+            from .emission import encoded
+
+            arguments["captured_ptr"] = tuple(as_bytes(x) for x in t.captured)
+            arguments["captured_sizes"] = tuple(encoded(x) for x in t.captured)
         for name, matrix in (("bias", t.bias), ("mask", t.mask)):
             arguments[f"{name}_ptr"] = as_bytes(matrix)
             for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):

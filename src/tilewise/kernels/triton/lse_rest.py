@@ -30,9 +30,9 @@ def lse_rest(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale,
+    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum of exp(s - lse), the sink's part included: 0 but for rounding in most rows, whose tiles then walk no key."""
     num_m = row_blocks * (ROW_BLOCK // BLOCK_M)
@@ -47,14 +47,18 @@ def lse_rest(
     if tl.max(large.to(tl.int32), 0) > 0:
         q_head = (head_of(q_ptr, b, h, stride_qb, stride_qh, ALIGN, False), stride_qs * ALIGN, stride_qd, b, h)
         k_head = (head_of(k_ptr, b, h // group, stride_kb, stride_kh, ALIGN, False), stride_ks * ALIGN, stride_kd, b, h)
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
-        mask, slope = None, None
+        bias, mask, slope, program = None, None, None, None
+        if bias_ptr is not None:
+            bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
         if mask_ptr is not None:
             mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
         if sink_ptr is not None:
             total += tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E)
+        if SCORE_MOD != "" or MASK_MOD != "":
+            program = (captured_ptr, captured_sizes, None, b, h, size_q - 1, size_k - 1)
+        rules = (scale, softcap, slope, program)
         q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
         ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
         for n0 in tl.range(ends[0], ends[3], BLOCK_N):
@@ -63,15 +67,16 @@ def lse_rest(
             bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
             mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
             qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-            s, _ = scores(qk, offs_m, offs_n, span, (scale, softcap, slope), bias_tile, mask_tile, NATURAL, True, True, False, True)
+            s, _, _ = scores(
+                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True)  # fmt: skip
             total += tl.sum(tl.exp2((s - lse[:, None]) * LOG2E), 1)
     rest = tl.where(large, tl.log2(total), 0.0)
     tl.store(rest_ptr + tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), rest)
 
 
 def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
-    """(B, Hq, Sq padded to ROW_BLOCK) in base 2; None without a bias, where scores are no larger than what rounds them."""
-    if t.bias is None:
+    """(B, Hq, Sq padded to ROW_BLOCK) in base 2; None without a bias or score function: scores are then no larger than what rounds them."""
+    if t.bias is None and not call.r.score_mod:
         return None
     config = call.config(FORWARD)
     align = alignment(t.q, t.k)

@@ -7,7 +7,7 @@ Optional features arrive as None, which Triton folds away at compile time; relat
     source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
     span    (len_q, len_k, window_left, window_right)
     mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
-    rules   (scale, softcap, slope)
+    rules   (scale, softcap, slope, program)      program: see `programs`; its texts are SCORE_MOD, MASK_MOD and SCORE_GRAD
     base2   (unit, unit_exact)                    what turns raw scores into base-2 exponents, see `to_log2`
     drop    (seed, threshold, b, h)
 
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .programs import LOG2E, run_program, tanh
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
 HUGE: tl.constexpr = tl.constexpr(float(2**27))
@@ -113,7 +113,7 @@ def matrix_pointers(matrix, offs_m, offs_n):
 @triton.jit
 def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr):
     """Keys that queries [m0, m0 + BLOCK_M) see, as the ends of three stretches of tiles: those that a window's left end may cut, those
-    that need no mask, those that its right end or the length may cut. DENSE: a mask or bias may cut anywhere, all is the last stretch."""
+    that need no mask, those that its right end or the length may cut. DENSE: a mask, bias or program may cut anywhere: all is the last."""
     len_q, len_k, window_left, window_right = span
     first = m0 + len_k - len_q  # positions of the first and the last query
     last = tl.minimum(m0 + BLOCK_M, len_q) - 1 + len_k - len_q
@@ -176,11 +176,12 @@ def visible(
 
 @triton.jit
 def scores(
-    qk, offs_m, offs_n, span, rules, bias_tile, mask_tile,
+    qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores with -inf where hidden, and the softcapped products before anything was added (for the derivative of the cap)."""
-    scale, softcap, slope = rules
+    """Scores with -inf where hidden; also the softcapped products before anything was added, for the derivative of the cap, and the
+    scores that the score function got, for its own."""
+    scale, softcap, slope, program = rules
     s = qk * scale if NATURAL else qk
     if softcap is not None:
         s = softcap * tanh(s / softcap)
@@ -192,9 +193,14 @@ def scores(
         if bias_tile is not None:
             seen &= bias_tile != NEG_INF
             s += bias_tile.to(tl.float32)
-        # A traced score_mod rewrites s here, a traced mask_mod narrows `seen`: both need the mask, so tiles that they touch are MASKED.
+    raw = s
+    if SCORE_MOD != "":
+        s = run_program(SCORE_MOD, program, raw, None, offs_m, offs_n, span, TRANSPOSED)
+    if MASKED:
+        if MASK_MOD != "":
+            seen &= run_program(MASK_MOD, program, None, None, offs_m, offs_n, span, TRANSPOSED)
         s = tl.where(seen, s, NEG_INF)
-    return s, capped
+    return s, capped, raw
 
 
 @triton.jit
@@ -210,15 +216,6 @@ def distances(offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
     """|p - j|: how far each key is from its query's position, for ALiBi."""
     rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
     return tl.abs(rows + (span[1] - span[0]) - cols).to(tl.float32)
-
-
-@triton.jit
-def tanh(x):
-    """Within 2 ulp everywhere: a polynomial where 1 - 2 / (e^2x + 1) would cancel. Portable, unlike the vendors' libraries."""
-    z = x * x
-    small = x + x * z * (-0.3333333 + z * (0.13332924 + z * (-0.05387514 + z * (0.02111621 - z * 0.00627639))))
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
-    return tl.where(tl.abs(x) < 0.6, small, tl.where(x < 0, -large, large))
 
 
 # ---- softmax
@@ -294,6 +291,14 @@ def score_gradient(p, dp, delta, MASKED: tl.constexpr):
 
 
 @triton.jit
+def program_gradient(ds, raw, offs_m, offs_n, span, rules, SCORE_GRAD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """From the gradient of the scores to that of what the score function got. Hidden pairs have 0, and keep it whatever was there."""
+    if SCORE_GRAD != "":
+        ds = run_program(SCORE_GRAD, rules[3], raw, ds, offs_m, offs_n, span, TRANSPOSED)
+    return ds
+
+
+@triton.jit
 def product_gradient(ds, capped, rules):
     """From the gradient of the scores to that of `scale·q·k`: back through the softcap."""
     softcap = rules[1]
@@ -306,17 +311,20 @@ def product_gradient(ds, capped, rules):
 @triton.jit
 def tile_gradient(
     q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
     bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
     mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
-    s, capped = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, NATURAL, CHECK_ROWS, True, False, MASKED)
+    s, capped, raw = scores(
+        qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, CHECK_ROWS, True, False, MASKED)  # fmt: skip
     if rest is not None:
         rest = rest[:, None]
     p = probabilities(s, lse[:, None], rest, base2, NATURAL)
     dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
     if drop is not None:
         dp = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), dp * keep_scale, 0.0)
-    return score_gradient(p, dp, delta[:, None], MASKED), s, capped
+    ds = score_gradient(p, dp, delta[:, None], MASKED)
+    return program_gradient(ds, raw, offs_m, offs_n, span, rules, SCORE_GRAD, False), s, capped

@@ -1,0 +1,1 @@
+"""The functions that users already call, with their exact signatures, computed by tilewise."""

@@ -1,0 +1,58 @@
+"""Adding up the parts of a split softmax: one program a query and head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..tiles import LOG2E, NEG_INF, log_sum_exp
+
+MERGED_AT_ONCE = 16
+
+
+@triton.jit(do_not_specialize=["heads", "size_q", "total", "splits", "items"])
+def merge_parts(
+    work_ptr, out_ptr, lse_ptr, offsets_ptr, heads, size_q, total, splits, items, unit, unit_exact,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """out = sum_s e^(m_s - m) acc_s / l with l = sum_s e^(m_s - m) l_s and m = max_s m_s (Milakov & Gimelshein 2018, section 3.1).
+
+    Parts are added BLOCK_S at a time in their own order: the sum does not depend on how many empty ones follow. An empty part has l = 0,
+    and its accumulator was never written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    all_rows = total.to(tl.int64) * heads
+    states = work_ptr + splits * all_rows * DV + row
+    offs_d = tl.arange(0, BLOCK_DV)
+
+    m = tl.full([], NEG_INF, tl.float32)
+    for s0 in tl.range(0, splits, BLOCK_S):
+        offs_s = s0 + tl.arange(0, BLOCK_S)
+        m = tl.maximum(m, tl.max(tl.load(states + offs_s * all_rows, mask=offs_s < splits, other=NEG_INF), 0))
+    origin = tl.where(m == NEG_INF, 0.0, m)
+
+    l = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for s0 in tl.range(0, splits, BLOCK_S):
+        offs_s = s0 + tl.arange(0, BLOCK_S)
+        there = offs_s < splits
+        m_s = tl.load(states + offs_s * all_rows, mask=there, other=NEG_INF)
+        l_s = tl.load(states + (splits + offs_s) * all_rows, mask=there, other=0.0)
+        weight = tl.exp2((m_s - origin) * LOG2E if NATURAL else m_s - origin)
+        weight = tl.where(l_s != 0.0, weight, 0.0)
+        written = (l_s != 0.0)[:, None] & (offs_d < DV)[None, :]
+        part = tl.load(work_ptr + (offs_s * all_rows + row)[:, None] * DV + offs_d[None, :], mask=written, other=0.0)  # [S, DV]
+        l += tl.sum(weight * l_s, 0)
+        acc += tl.sum(part * weight[:, None], 0)
+
+    token, h = row // heads, row % heads
+    lse = log_sum_exp(m, l, (unit, unit_exact), NATURAL)
+    out = acc / tl.where(l == 0.0, 1.0, l)
+    if offsets_ptr is None:
+        lse_row = (token // size_q * heads + h) * size_q + token % size_q
+    else:
+        lse_row = h * total.to(tl.int64) + token
+        owned = (token >= tl.load(offsets_ptr)) & (token < tl.load(offsets_ptr + items))
+        lse, out = tl.where(owned, lse, NEG_INF), tl.where(owned, out, 0.0)
+    tl.store(out_ptr + row * DV + offs_d, out, mask=offs_d < DV)
+    tl.store(lse_ptr + lse_row, lse)

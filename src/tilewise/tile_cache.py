@@ -1,0 +1,77 @@
+"""Tile lists that were built before, found by what they were built from: the rule's program, its tensors' content, and the sizes.
+
+On a CPU a tensor's content is what it holds; on other devices, where reading it would mean waiting, it is the tensor itself and its
+version, which PyTorch raises at every write. Nothing is kept while a CUDA graph is captured or a tracer looks on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Found = TypeVar("Found")
+
+ENTRIES = 16
+LARGEST = 64 << 20  # bytes of the lists that are kept
+_kept: OrderedDict[Hashable, tuple[Any, list[weakref.ref[Tensor]]]] = OrderedDict()
+_lock = Lock()
+
+
+def find(key: tuple[Any, ...], tensors: Sequence[Tensor], build: Callable[[], Found]) -> Found:
+    """What `build` returned before for the same key and tensors, else what it returns now."""
+    device = key[-1]
+    if _watched(device) or not all(map(_has_content, tensors)):
+        return build()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    full_key = (*key, stream, torch.is_inference_mode_enabled(), *map(_content, tensors))
+    with _lock:
+        if full_key in _kept:
+            found, alive = _kept[full_key]
+            if all(reference() is not None for reference in alive):
+                _kept.move_to_end(full_key)
+                return found
+    built = build()
+    if sum(x.numel() * x.element_size() for x in built.tensors()) <= LARGEST:  # type: ignore[attr-defined]
+        with _lock:
+            _kept[full_key] = built, [weakref.ref(x) for x in tensors if x.device.type != "cpu"]
+            while len(_kept) > ENTRIES:
+                _kept.popitem(last=False)
+    return built
+
+
+def clear() -> None:
+    """Forgets everything."""
+    with _lock:
+        _kept.clear()
+
+
+def host_may_read(x: Tensor) -> bool:
+    """Whether a tensor's values can be read now without waiting for a device and without a tracer that would have to know them."""
+    return x.device.type == "cpu" and not _watched(x.device)
+
+
+def _watched(device: torch.device) -> bool:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _has_content(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" and not (x.is_inference() and x.device.type != "cpu")
+
+
+def _content(x: Tensor) -> Hashable:
+    shape = str(x.dtype), tuple(x.shape)
+    if x.device.type != "cpu":
+        return *shape, id(x), x._version, x.data_ptr(), x.stride()
+    flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
+    return *shape, hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).digest()

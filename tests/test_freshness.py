@@ -1,0 +1,87 @@
+"""Committed results belong to the sources beside them: a warning while one works, an error in a release check (`make release-check`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tilewise.bench.source_hash import kernel_source_hash
+from tilewise.lab import results as lab
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+class StaleResults(UserWarning):
+    """A figure or table shows what other sources measured."""
+
+
+def stale(folder: Path) -> list[str]:
+    """For each results file that a figure or table is drawn from and that other sources measured: which, and what to rerun.
+
+    The README and `tilewise plot` show the newest run of a device; older files beside it are history and may be as they are.
+    """
+    found, newest = [], {}
+    for path in sorted(folder.glob("*.jsonl")):
+        rows = lab.read(path)
+        if path.name.startswith("lab-"):
+            rerun = "scripts/lab_gpu.sh on that device" if any("roofline_ms" in row and row.get("ms") for row in rows) else None
+            found += _stale(
+                path, rows, lab.source_hash(), rerun or "`python -m tilewise.lab --out` and `python -m tilewise.lab.resources --out`"
+            )
+        elif rows:
+            device, date = rows[-1]["device"], rows[-1].get("date") or ""
+            newest[device] = max(newest.get(device, ("", path, rows)), (date, path, rows), key=lambda one: one[0])
+    for _, path, rows in newest.values():
+        found += _stale(path, rows, kernel_source_hash(), "`make gpu` on that device")
+    demo = folder / "demo.json"
+    if demo.exists():
+        found += _stale(demo, [json.loads(demo.read_text())], kernel_source_hash(), "`tilewise demo` on that device")
+    return found
+
+
+def _stale(path: Path, rows: list[dict], wanted: str, rerun: str) -> list[str]:
+    hashes = {row.get("source_hash") or "unknown" for row in rows}
+    if hashes == {wanted}:
+        return []
+    by = ", ".join(sorted(one[:12] for one in hashes))
+    return [f"{path.name} was measured with sources {by}, those beside it are {wanted[:12]}: rerun {rerun}"]
+
+
+def report(messages: list[str]) -> None:
+    """Fails in a release check, warns otherwise."""
+    if messages and os.environ.get("TILEWISE_RELEASE_CHECK"):
+        pytest.fail("\n".join(messages))
+    for message in messages:
+        warnings.warn(message, StaleResults, stacklevel=2)
+
+
+def test_results_belong_to_these_sources() -> None:
+    report(stale(RESULTS))
+
+
+def write(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_stale_files_are_named_with_what_to_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = {"source_hash": kernel_source_hash()}, {"source_hash": "0" * 64}
+    write(tmp_path / "a-old.jsonl", other | {"device": "a", "date": "2026-01-01"})  # history: a newer run of the device follows
+    write(tmp_path / "a-new.jsonl", here | {"device": "a", "date": "2026-02-01"})
+    write(tmp_path / "lab-cpu.jsonl", {"source_hash": lab.source_hash()})
+    assert stale(tmp_path) == []
+    write(tmp_path / "b.jsonl", here | {"device": "b"}, other | {"device": "b"})
+    write(tmp_path / "lab-gpu.jsonl", other | {"roofline_ms": 1.0, "ms": 2.0})
+    (tmp_path / "demo.json").write_text("{}")
+    messages = stale(tmp_path)
+    assert [message.split()[0] for message in messages] == ["lab-gpu.jsonl", "b.jsonl", "demo.json"]
+    assert "scripts/lab_gpu.sh" in messages[0] and "make gpu" in messages[1] and "sources unknown" in messages[2]
+    monkeypatch.delenv("TILEWISE_RELEASE_CHECK", raising=False)
+    with pytest.warns(StaleResults, match="rerun"):
+        report(messages)
+    monkeypatch.setenv("TILEWISE_RELEASE_CHECK", "1")
+    with pytest.raises(pytest.fail.Exception, match=r"b\.jsonl was measured with sources 000000000000"):
+        report(messages)
