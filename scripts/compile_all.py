@@ -33,9 +33,25 @@ TARGETS = {
     "sm120": ("cuda", 120, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient")
+KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient", "schedule", "sum_rows")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
-FEATURES = ("plain", "causal", "window", "mask", "bias", "softcap", "alibi", "dropout", "sink", "seqused", "gqa", "program", "everything")
+FEATURES = (
+    "plain",
+    "causal",
+    "window",
+    "mask",
+    "bias",
+    "softcap",
+    "alibi",
+    "dropout",
+    "sink",
+    "seqused",
+    "gqa",
+    "program",
+    "packed",
+    "lists",
+    "everything",
+)
 
 # What `kernels.triton.emission` makes of score + table[h, q_idx - kv_idx + n] * gate[h], of its derivative with gradients of both tensors,
 # and of (documents[b, q_idx] == documents[b, kv_idx]) & (q_idx >= kv_idx).
@@ -87,7 +103,7 @@ def kernels_package(source: Path = SOURCES):
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, lse_rest, row_terms
+    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, lse_rest, packed, row_terms
 
     return configs, {
         "attention_forward": forward_pass.attention_forward,
@@ -96,6 +112,8 @@ def kernels_package(source: Path = SOURCES):
         "attention_dkdv": dkdv.attention_dkdv,
         "attention_dq": dq.attention_dq,
         "bias_gradient": bias_gradient.bias_gradient,
+        "schedule": packed.schedule,
+        "sum_rows": packed.sum_rows,
     }
 
 
@@ -110,7 +128,7 @@ def config_of(case: Case, configs):
     """The tiles that the case runs with on a device of its target; None for a kernel without a choice."""
     if case.kernel not in PURPOSE:
         return None
-    named = {"window": "window_left", "seqused": "lengths"}
+    named = {"window": "window_left", "seqused": "lengths", "packed": "lengths"}
     used = frozenset(named.get(feature, feature) for feature in FEATURES if case.has(feature))
     limit, block = configs.SHARED_LIMIT[case.target], configs.padded(case.head_dim)
     return configs.choose(case.target, limit, case.bits, PURPOSE[case.kernel], used, block, block)
@@ -133,13 +151,20 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "TMA": tma,
         "TMA_DO": tma,
         "NATURAL": natural,
-        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program"),
+        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists"),
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
+        "BLOCK": 128,
+        "CHUNK": configs.CHUNK,
+        "OVER_KEYS": False,
+        "KEYS": False,
+        "KEEP": True,
         "DENSE": case.has("mask", "bias", "program") or case.kernel == "bias_gradient",
         "SCORE_MOD": SCORE_MOD if case.has("program") else "",
         "MASK_MOD": MASK_MOD if case.has("program") else "",
         "SCORE_GRAD": SCORE_GRAD if case.has("program") else "",
+        "LIST_M": 128 if case.has("lists") else 0,
+        "LIST_N": 128 if case.has("lists") else 0,
     }
     if case.kernel != "attention_dq":
         constants["SCORE_GRAD"] = "\n".join(line for line in constants["SCORE_GRAD"].split("\n") if not line.startswith("scatter"))
@@ -152,6 +177,11 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "sink_partial_ptr": "*fp32" if case.has("sink") else None,
         "seqused_q_ptr": "*i32" if case.has("seqused") else None,
         "seqused_k_ptr": "*i32" if case.has("seqused") else None,
+        "cu_seqlens_q_ptr": "*i32",
+        "cu_seqlens_k_ptr": "*i32",
+        "tiles_ptr": "*i32" if case.has("packed") or case.kernel == "schedule" else None,
+        "slots": "i32" if case.has("packed") or case.kernel == "schedule" else None,
+        "sequences_ptr": "*i32" if case.has("packed") or case.kernel in ("schedule", "sum_rows") else None,
         "seed_ptr": "*i64" if case.has("dropout") else None,
         "softcap": "fp32" if case.has("softcap") else None,
         "window_left": "i32" if case.has("window") else None,
@@ -164,10 +194,12 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "slope_rows_ptr": "*fp32" if case.has("alibi") else None,
         "captured_ptr": CAPTURED if case.has("program") else None,
         "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
+        "lists_ptr": ("*i32", "*i32", "*i32", "*i32", "*i64") if case.has("lists") else None,
+        "list_sizes": ("i64",) * 6 if case.has("lists") else None,
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
-    statistics = {"lse_ptr", "row_lse_ptr", "delta_ptr"}
+    statistics = {"lse_ptr", "row_lse_ptr", "delta_ptr", "partial_ptr", "result_ptr"}
 
     def kind(name: str) -> str | tuple | None:
         if name in optional:
@@ -253,7 +285,8 @@ def matrix() -> Iterator[Case]:
 def sample() -> Iterator[Case]:
     """What continuous integration compiles: each kernel for each target, the hot ones of sm90, and one call with every feature."""
     for target in TARGETS:
-        yield from (Case(kernel, target, 128, "bf16", "causal") for kernel in KERNELS)
+        yield from (Case(kernel, target, 128, "bf16", "causal") for kernel in KERNELS if kernel not in ("schedule", "sum_rows"))
+    yield Case("schedule", "sm90", 128, "bf16", "packed")
     for kernel in ("attention_forward", "attention_dkdv", "attention_dq"):
         yield Case(kernel, "sm90", 128, "bf16", "plain")
         yield Case(kernel, "sm90", 64, "bf16", "causal")

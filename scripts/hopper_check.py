@@ -60,7 +60,7 @@ class Case:
     explicit_zero_scale: bool = False
 
     def describe(self) -> str:
-        plain = Case()
+        plain = type(self)()
         parts = [f"{self.sizes[0]}x{self.sizes[1]}", f"d{self.dim}"]
         for name in self.__dataclass_fields__:
             value = getattr(self, name)

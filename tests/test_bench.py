@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.bench import cases, child, peers, report, run, source_hash, timing, tune
+from tilewise.bench import cases, check, child, masked, peers, report, run, source_hash, timing, tune
 from tilewise.bench.cases import Bar, Case
 from tilewise.bench.check import Oracle, relative_error
 from tilewise.bench.peers import Inputs, Prepared, Provider
@@ -102,9 +102,10 @@ def shrunk(case: Case) -> Case:
     """The case with everything that makes it itself, small enough for a test and on the CPU."""
     heads = 2 * case.heads // case.kv_heads
     n = min(case.seqlen_q, 48)
+    keys = min(case.seqlen_k, 48) if case.cached else n
     bias = None if case.bias is None else tuple(min(size, limit) for size, limit in zip(case.bias, (2, heads, n, n), strict=True))
     window = tuple(min(side, 11) for side in case.window)
-    sizes = dict(seqlen_q=n, seqlen_k=n, batch=min(case.batch, 2), heads=heads, kv_heads=2, bias=bias, window=window)
+    sizes = dict(seqlen_q=n, seqlen_k=keys, batch=min(case.batch, 2), heads=heads, kv_heads=2, bias=bias, window=window)
     dims = dict(head_dim=case.head_dim // 8, head_dim_v=case.head_dim_v // 8)
     return replace(case, **sizes, **dims, dtype="fp32", device="cpu", kind="speed", bars=(), providers=())
 
@@ -115,10 +116,13 @@ def test_every_case_is_a_problem_that_runs(monkeypatch):
     small = {replace(shrunk(case), group="small", label="") for case in cases.CASES}
     assert any(c.softcap and c.window != (-1, -1) for c in small) and any(c.padded for c in small) and any(c.bias for c in small)
     for case in sorted(small, key=repr):
-        made = benchmark(replace(case, passes=("fwd", "bwd")), [peers.BUILT_IN[name] for name in ("tilewise", "eager")])
+        passes = ("fwd",) if case.cached else ("fwd", "bwd")
+        names = ("tilewise",) if case.page_size else ("tilewise", "eager")
+        made = benchmark(replace(case, passes=passes), [peers.BUILT_IN[name] for name in names])
         made.options.rounds = 1
         rows = made.run()
-        assert len(rows) == 4 and {row["status"] for row in rows} == {"ok"}, (case, [row["reason"] for row in rows])
+        found = [row["reason"] for row in rows]
+        assert len(rows) == len(passes) * len(names) and {row["status"] for row in rows} == {"ok"}, (case, found)
         assert case.flops("bwd") > case.flops("fwd") > 0 and case.bytes("bwd") > case.bytes("fwd") > 0
 
 
@@ -520,3 +524,23 @@ def test_the_rewritten_table_differs_in_the_tuned_entry_alone():
     expected = {key: {dim: astuple(c) for dim, c in row.items()} for key, row in configs.TABLE.items()}
     expected[entry[0]][entry[1]] = astuple(new)
     assert as_values == expected
+
+
+@pytest.mark.parametrize("name", ["blocks-26", "documents-4"])
+def test_the_mask_of_a_case_is_one_thing_to_everybody(name: str) -> None:
+    """As a function, as a rule, as a density, to the unfused computation and to the check."""
+    mask = masked.case_mask(name, 300, "cpu")
+    index = torch.arange(300)
+    seen = mask.function(0, 0, index[:, None], index)
+    assert torch.equal(seen, mask.rule.dense(1, 1, 300, 300)[0, 0])
+    if name.startswith("documents"):  # blocks count as whole ones, which they are at every length that is measured
+        assert masked.density(name, 300) == pytest.approx(seen.double().mean().item())
+    case = Case("masked", name, 300, 2, 16, mask=name, device="cpu", dtype="fp32")
+    inputs = peers.Inputs.make(case)
+    expected = check.slice_of(case, inputs, 0, 1, torch.float64, gradients=False)["out"][0]
+    for provider in ("tilewise", "eager"):
+        out = peers.BUILT_IN[provider].prepare(case, inputs).call(inputs.q, inputs.k, inputs.v)
+        torch.testing.assert_close(out[0, :, 1].double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(peers.Unsupported, match="no mask"):
+        peers.BUILT_IN["sdpa_flash"].prepare(case, inputs)
+    assert case.flops("fwd") == round(masked.density(name, 300) * 4 * 300 * 300 * 2 * 16)

@@ -54,16 +54,19 @@ def test_masks_of_any_broadcast_shape(shape: tuple[int, ...], kind: str) -> None
     same_as_torch(q, k, v, attn_mask=mask)
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (2, 1, 1, 1, 7), (1, 2, 3, 5, 7), (2, 2, 1, 5, 7), (2, 2, 3, 5, 7), (1, 1, 3, 5, 7)])
-def test_masks_beside_two_batch_dimensions(shape: tuple[int, ...]) -> None:
-    q, k, v = tensors((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8))
-    same_as_torch(q, k, v, attn_mask=tensors(shape)[0])
+@pytest.mark.parametrize("kv_heads", [6, 3])
+@pytest.mark.parametrize("shape", [(5, 7), *((a, b, c, 5, 7) for a in (1, 2) for b in (1, 4) for c in (1, 6))])
+def test_masks_beside_two_batch_dimensions(shape: tuple[int, ...], kv_heads: int) -> None:
+    q, k, v = tensors((2, 4, 6, 5, 8), (2, 4, kv_heads, 7, 8), (2, 4, kv_heads, 7, 8))
+    same_as_torch(q, k, v, attn_mask=tensors(shape)[0], enable_gqa=True)
+    mask = torch.rand(shape) > 0.2
+    same_as_torch(q, k, v, attn_mask=mask.expand(2, 4, 6, 5, 7), enable_gqa=True)
 
 
 def test_a_mask_that_would_be_copied_is_refused() -> None:
     q, k, v = tensors((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8))
-    with pytest.raises(UnsupportedAttention, match="would have to be copied"):
-        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(2, 1, 3, 5, 7, dtype=torch.bool))
+    with pytest.raises(UnsupportedAttention, match=r"attn_mask\.contiguous\(\)"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(2, 3, 2, 5, 7, dtype=torch.bool).transpose(1, 2))
     with pytest.raises(ValueError, match="does not broadcast"):
         scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(4, 1, 3, 5, 7, dtype=torch.bool))
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 
 import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
+masking = pytest.importorskip("transformers.masking_utils")
 
 from tilewise import UnsupportedAttention  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
+from tilewise.integrations.transformers_masks import RuleMask, build_mask  # noqa: E402
 
 SENTENCES = [
     "A tile of queries meets a tile of keys.",
@@ -55,63 +59,72 @@ def test_sentence_embeddings_of_a_pretrained_model_equal_eager(monkeypatch: pyte
     assert (ours - eager).abs().max() < 1e-5
 
 
-def llama(implementation: str, **overrides: object) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **overrides
-    )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+FUNCTIONS = {
+    "causal": masking.causal_mask_function,
+    "window": masking.sliding_window_causal_mask_function(3),
+    "bidirectional": masking.bidirectional_mask_function,
+    "bidirectional window": masking.sliding_window_bidirectional_mask_function(2),
+}
 
 
-@pytest.mark.parametrize("padding", ["none", "right", "left"])
-def test_decoder_logits_and_gradients_equal_eager(padding: str) -> None:
-    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    if padding != "none":
-        mask[1, -4:] = 0
-        mask = mask if padding == "right" else mask.flip(1)
-    real = mask.bool()
-    results = []
-    for implementation in ("eager", "tilewise"):
-        model = llama(implementation)
-        logits = model(tokens, attention_mask=mask).logits[real]
-        logits.square().mean().backward()
-        results.append((logits, [parameter.grad for parameter in model.parameters()]))
-    (expected, expected_grads), (ours, grads) = results
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    for ours_grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(ours_grad, expected_grad, atol=1e-6, rtol=1e-4)
+@pytest.mark.parametrize("padding", [None, "left", "right", "all real"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "q_offset", "kv_offset"), [(6, 6, 0, 0), (2, 6, 4, 0), (1, 6, 9, 4), (3, 9, 2, 0), (4, 9, 0, 0)]
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_masks_mean_what_the_library_means(name: str, queries: int, keys: int, q_offset: int, kv_offset: int, padding: str | None) -> None:
+    """Rules are the boolean tensors of the library's own builder, whether offsets are numbers or, as in a static cache, tensors."""
+    real = torch.ones(2, q_offset + queries, dtype=torch.bool)
+    if padding in ("left", "right"):
+        real[1, slice(0, 2) if padding == "left" else slice(-2, None)] = False
+    given = dict(kv_length=keys, kv_offset=kv_offset, mask_function=FUNCTIONS[name], attention_mask=real if padding else None)
+    expected = masking.sdpa_mask(2, queries, q_offset=q_offset, allow_is_causal_skip=False, **given)
+    for offset in (q_offset, torch.tensor(q_offset)):
+        built = build_mask(2, queries, q_offset=offset, allow_is_causal_skip=False, **given)
+        full = built if isinstance(built, torch.Tensor) else built.dense()
+        assert torch.equal(full, expected) and full.shape == expected.shape
+        if name in ("causal", "window"):
+            assert isinstance(built, RuleMask)
+            assert torch.equal(torch.logical_not(built), ~expected) and torch.equal(built[..., :3], expected[..., :3])
+            assert torch.equal(copy.deepcopy(built).dense(), expected) and torch.equal(pickle.loads(pickle.dumps(built)).dense(), expected)
+        if name == "bidirectional":
+            assert queries == 1 or built.stride(2) == 0, "padding alone is stored once, not once a query"
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_with_a_cache_equals_eager(cache: str) -> None:
-    tokens = torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(2))
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    written = [
-        llama(implementation).generate(
-            tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, cache_implementation=cache, pad_token_id=0
-        )
-        for implementation in ("eager", "tilewise")
-    ]
-    assert torch.equal(*written)
+def test_plain_masks_are_no_masks() -> None:
+    assert build_mask(2, 5, 5) is None
+    assert build_mask(2, 1, 7, q_offset=6) is None
+    assert build_mask(2, 5, 5, mask_function=FUNCTIONS["window"], local_size=3) is not None
+    assert build_mask(2, 5, 5, mask_function=FUNCTIONS["bidirectional"], allow_is_bidirectional_skip=True) is None
 
 
-def test_sliding_window_counts_the_query_itself() -> None:
-    tokens = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(3))
-    logits = []
-    for implementation in ("eager", "tilewise"):
-        config = transformers.MistralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=4,
-        )
-        torch.manual_seed(0)
-        logits.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()(tokens).logits)
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+def test_packed_sequences_are_rules_and_others_tensors() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    documents = masking.find_packed_sequence_indices(positions)
+    remapped = masking.remap_positions_for_packed_sequence(FUNCTIONS["window"], positions)
+    function = masking.and_masks(remapped, masking.packed_sequence_mask_function(documents))
+    built = build_mask(2, 5, 5, mask_function=function, allow_is_causal_skip=False)
+    assert isinstance(built, RuleMask) and built.cu_seqlens.tolist() == [0, 3, 5, 6, 10]
+    assert torch.equal(built.dense(), masking.sdpa_mask(2, 5, 5, mask_function=function, allow_is_causal_skip=False))
+
+    blocks = masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(torch.tensor([[0, 0, 1, 1, -1]])))
+    built = build_mask(1, 5, 5, mask_function=blocks, allow_is_causal_skip=False)
+    assert isinstance(built, torch.Tensor)
+    assert torch.equal(built, masking.sdpa_mask(1, 5, 5, mask_function=blocks, allow_is_causal_skip=False))
+
+
+def test_packed_sequences_without_a_mask_attend_within_themselves() -> None:
+    """As vision towers call it: offsets alone, no causal order."""
+    module = torch.nn.Module()
+    module.is_causal = False
+    q, k, v = torch.randn(3, 1, 2, 7, 8)
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    out, _ = integration.attention_forward(module, q, k, v, None, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+    parts = [integration.attention_forward(module, q[:, :, s], k[:, :, s], v[:, :, s], None)[0] for s in (slice(0, 3), slice(3, 7))]
+    torch.testing.assert_close(out, torch.cat(parts, 1))
+    with pytest.raises(UnsupportedAttention, match="position_bias with cu_seq_lens_q"):
+        bias = torch.zeros(1, 2, 7, 7)
+        integration.attention_forward(module, q, k, v, None, position_bias=bias, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
 
 
 def test_sliding_window_without_a_mask() -> None:
@@ -124,27 +137,7 @@ def test_sliding_window_without_a_mask() -> None:
     assert [(row != 0).nonzero().flatten().tolist() for row in out[0, :, 0]] == [list(range(max(0, i - 3), i + 1)) for i in range(8)]
 
 
-def test_softcap_and_sinks_reach_the_kernel() -> None:
-    results = []
-    for implementation in ("eager", "tilewise"):
-        torch.manual_seed(0)
-        config = transformers.Gemma2Config(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            sliding_window=4,
-            attn_logit_softcapping=0.5,
-            query_pre_attn_scalar=1,
-        )
-        gemma = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-        tokens = torch.arange(10)[None]
-        results.append(gemma(tokens).logits)
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
-
+def test_sinks_reach_the_kernel() -> None:
     module = torch.nn.Module()
     module.is_causal = False
     q, k, v = torch.randn(3, 1, 2, 4, 8)
@@ -172,7 +165,6 @@ def test_bias_and_bool_mask_are_both_honoured() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"head_mask": torch.ones(2)}, "head_mask"),
         ({"attention_mask": object()}, "attention_mask is of type object"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "packs 2 sequences"),
         ({"is_causal": False, "sliding_window": 2}, "sliding_window=2"),
     ],
 )

@@ -7,6 +7,20 @@ from .errors import UnsupportedAttention
 from .explaining import explain
 from .kvcache import attention_with_kvcache
 from .merging import merge
+from .varlen import attention_varlen
+from .versions import check as _check_versions
 
 __version__ = "0.1.0"
-__all__ = ["Aux", "BlockMask", "UnsupportedAttention", "__version__", "attention", "attention_with_kvcache", "explain", "masks", "merge"]
+_check_versions()
+__all__ = [
+    "Aux",
+    "BlockMask",
+    "UnsupportedAttention",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "attention_with_kvcache",
+    "explain",
+    "masks",
+    "merge",
+]

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import derivatives, ops, plan, reference
 from .block_mask import BlockMask, TileLists, lists_of_blocks
 from .checks import (
+    Packing,
     Sizes,
     broadcast_to_scores,
     check_qkv,
@@ -144,22 +145,28 @@ def attention(
         seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         deterministic=deterministic, layout=layout, backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
     )  # fmt: skip
-    result: tuple[Tensor, ...]
     if backend == "reference":
-        result = _reference(prepared.reference_arguments, out_dtype)
+        result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:
         result = derivatives.attention_forward(**prepared.op_arguments)
+    return returned(prepared, result)
+
+
+def returned(prepared: Prepared, result: Sequence[Tensor]) -> Any:
+    """What the user gets of (out, lse, max_logits, key_mass, entropy)."""
     if not prepared.wants_aux:
         return result[0]
     by_name = dict(zip(_AUX_NAMES, result[1:], strict=True))
     return result[0], Aux(**{name: by_name[name] for name in prepared.aux_names})
 
 
-def _reference(arguments: dict[str, Any], out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+def as_the_op(
+    specification: Callable[..., reference.Result], arguments: dict[str, Any], out_dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
     """The specification with the op's conventions: dtypes, and contiguous output and gradients."""
     # Flattening and back changes nothing, but its derivative lays the gradient out in the input's own order of dimensions.
     flat = {name: arguments[name].reshape(-1).view(arguments[name].shape) for name in ("q", "k", "v")}
-    full = reference.attention_full(**(arguments | flat))
+    full = specification(**(arguments | flat))
     dtype = arguments["q"].dtype
     return (full.out.to(out_dtype or dtype).contiguous(), *(x.to(plan.accumulator_dtype(dtype)) for x in full[1:]))
 
@@ -191,8 +198,12 @@ def prepare(
     out_dtype: torch.dtype | None = None,
     check_values: bool = False,
     return_aux: str | Sequence[str] = (),
+    packing: Packing | None = None,
 ) -> Prepared:
-    """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed."""
+    """Validates the arguments of `attention` and turns them into those of the forward op. Launches nothing but the drawing of a seed.
+
+    `packing` says that q, k and v, of batch size 1, hold packed sequences; `attention_varlen` has checked it.
+    """
     refuse_descale(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     typed("causal", causal, bool)
     typed("check_values", check_values, bool)
@@ -201,6 +212,8 @@ def prepare(
     aux_names = _aux_names(return_aux)
     q, k, v = _autocast(q, k, v)
     sizes = check_qkv(q, k, v, layout, backend)
+    if packing is not None:
+        sizes = sizes.of_sequences(packing)
     window_left, window_right = check_window(window_size)
     user_window = (window_left, window_right)
     if causal:
@@ -233,7 +246,8 @@ def prepare(
     if isinstance(mask, Tensor):
         dense = broadcast_to_scores("mask", mask, sizes, boolean=True)
     elif mask is not None and (backend != "reference" or isinstance(mask, BlockMask)):
-        lowered, lists = _lower_mask(mask, sizes, q.device, ragged=seqused_q is not None or seqused_k is not None)
+        ragged = seqused_q is not None or seqused_k is not None
+        lowered, lists = _lower_mask(mask, sizes, q.device, ragged=ragged, packed=packing is not None)
         window_left = _tighter(window_left, lowered.window_left)
         window_right = _tighter(window_right, lowered.window_right)
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
@@ -266,7 +280,8 @@ def prepare(
     )
     aux = ",".join(name for name in ops.AUX if name in aux_names)
     wants_aux = return_aux != () and return_aux is not None
-    return Prepared(operands | rules | blocks | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+    packed = dict.fromkeys(ops.PACKED) if packing is None else packing._asdict()
+    return Prepared(operands | rules | blocks | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
 
 
 def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
@@ -326,19 +341,24 @@ def _tighter(a: int, b: int) -> int:
     return min(a, b)
 
 
-def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool) -> tuple[Lowered, TileLists | None]:
+def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool, packed: bool) -> tuple[Lowered, TileLists | None]:
     """What the kernels take of a rule, and the tile lists where it has or deserves them."""
     if isinstance(mask, BlockMask):
+        if packed:
+            raise UnsupportedAttention(
+                "mask is a BlockMask, whose tiles count from the start of one common sequence; packed sequences take the rule itself"
+            )
         mask.check(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, device, ragged)
         return mask.lowered, mask.needed
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks, a tilewise.BlockMask, or a bool tensor that broadcasts "
-            "to (B, Hq, Sq, Sk). For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+            f"to {sizes.scores_name}. For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
-    call = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
-    lowered = lower(mask, **call)
-    return lowered, lists_of_blocks(mask, **call, ragged=ragged)
+    call: dict[str, Any] = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
+    if packed:
+        return lower(mask, **call, ragged=True), None
+    return lower(mask, **call), lists_of_blocks(mask, **call, ragged=ragged)
 
 
 __all__ = ["Aux", "UnsupportedAttention", "attention"]

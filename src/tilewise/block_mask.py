@@ -17,8 +17,7 @@ from .errors import UnsupportedAttention
 from .expressions import same_device
 from .mask_base import Mask, indices
 from .masks import Blocks, Custom, Dense, Lowered, conjuncts, lower
-from .score_mod import Program
-from .tile_status import EMPTY, FULL, PARTIAL, Grid, tile_status, transpose
+from .tile_status import EMPTY, FULL, PARTIAL, Grid, tile_status, transpose, window_lists
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -104,32 +103,45 @@ class BlockMask:
                 "use masks.Custom(f), for a bool tensor BlockMask.from_dense(visible)"
             )
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        block_m, block_n = _block_sizes(block_size)
         if device is None:
-            device = next((t.device for t in rule.tensors()), torch.get_default_device())
-        self.rule, self.seqlen_q, self.seqlen_k = rule, seqlen_q, seqlen_k
+            device = next((t.device for t in rule.tensors()), None)
         device = torch.empty(0, device=device).device  # "cuda" becomes the current one
+        key, captured = self._describe(rule, seqlen_q, seqlen_k, batch, heads, _block_sizes(block_size), device)
+        self.exact = True
+        self.lists = tile_cache.find(key, captured, lambda: _lists(tile_status(rule, self.grid, self.batch, self.heads, device), self.grid))
+
+    def _build(self, device: torch.device) -> TileLists:
+        grid = self.grid
+        if self.rule.window() is None:
+            return _lists(tile_status(self.rule, grid, self.batch, self.heads, device), grid)
+        tensors = window_lists(grid, device) + window_lists(grid.transposed(), device)
+        return TileLists(grid.block_m, grid.block_n, *(x for i in range(0, 8, 2) for x in _shortened(tensors[i], tensors[i + 1])))
+
+    def _describe(
+        self,
+        rule: Mask,
+        seqlen_q: int,
+        seqlen_k: int,
+        batch: int | None,
+        heads: int | None,
+        sizes: tuple[int, int],
+        device: torch.device,
+    ) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """Everything but the lists. Returns what these depend on."""
+        self.rule, self.seqlen_q, self.seqlen_k = rule, seqlen_q, seqlen_k
         text, captured = rule.program(seqlen_q, seqlen_k, device=device)
-        names = {instruction.value for instruction in Program.parse(text).instructions if instruction.op == "var"}
+        names = "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
         own_batch, own_heads = rule.sizes()
         self.batch = _told_apart("batch", batch, own_batch, "b" in names)
         self.heads = _told_apart("heads", heads, own_heads, "h" in names)
-        # Where nothing tells them apart, any number will do.
-        self.lowered: Lowered = lower(
-            rule, batch=self.batch, heads=self.heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
-        )
-        self.position_free = "p" not in names
-        self.grid = Grid(seqlen_q, seqlen_k, block_m, block_n, *rule.implied_window())
-        self.lists = tile_cache.find((text, self.grid, self.batch, self.heads, device), captured, lambda: self._build(device))
+        self.reads = frozenset(names) & {"b", "h", "p"}
+        self.grid = Grid(seqlen_q, seqlen_k, *sizes, *rule.implied_window())
+        self.lowered = self._lower(rule, device)
+        return (text, self.grid, self.batch, self.heads, device), captured
 
-    def _build(self, device: torch.device) -> TileLists:
-        status = tile_status(self.rule, self.grid, self.batch, self.heads, device)
-        lists: list[Tensor] = []
-        for grid, by_row in ((self.grid, status), (self.grid.transposed(), transpose(status, self.grid))):
-            base = grid.base(device)
-            for kind in (PARTIAL, FULL):
-                lists += _compact(by_row == kind, base)
-        return TileLists(self.grid.block_m, self.grid.block_n, *lists)
+    def _lower(self, rule: Mask, device: torch.device) -> Lowered:
+        # Where nothing tells batch items or heads apart, what one of them takes serves any number.
+        return lower(rule, batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, device=device)
 
     # Constructors.
 
@@ -221,8 +233,11 @@ class BlockMask:
         return cls(rule if within is None else rule & within, seqlen_q, seqlen_k, block_size=block_size)
 
     @classmethod
-    def from_flex(cls, block_mask: Any, *, device: torch.device | str | None = None) -> BlockMask:
-        """From a `torch.nn.attention.flex_attention.BlockMask`: full blocks, and partial blocks with its `mask_mod`.
+    def from_flex(cls, block_mask: Any) -> BlockMask:
+        """From a `torch.nn.attention.flex_attention.BlockMask`: its full blocks, and its partial blocks with its `mask_mod`.
+
+        Its lists are taken as they are, so a partial block stays one whatever the function shows there. Its blocks are multiples of 16;
+        those larger than 256 are cut.
 
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
@@ -230,24 +245,39 @@ class BlockMask:
         {'empty': 1, 'partial': 2, 'full': 1}
         """
         seqlen_q, seqlen_k = block_mask.seq_lengths
-        size = tuple(block_mask.BLOCK_SIZE)
+        partial = block_mask.kv_num_blocks, block_mask.kv_indices
+        full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        # Torch's mark for "no mask at all" is one enormous block.
+        size = tuple(min(block, -(-length // 16) * 16) for block, length in zip(block_mask.BLOCK_SIZE, (seqlen_q, seqlen_k), strict=True))
+        sizes = served(size)
+        rows, columns = -(-seqlen_q // size[0]), -(-seqlen_k // size[1])
 
-        def bits(count: Tensor, index: Tensor) -> Tensor:
-            rows, columns = -(-seqlen_q // size[0]), -(-seqlen_k // size[1])
-            listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
-            chosen = torch.where(listed, index.long(), columns)[:, :, :rows]
-            empty = torch.zeros(*chosen.shape[:3], max(columns, index.shape[3]) + 1, dtype=torch.bool, device=index.device)
+        def bits(number: Tensor, index: Tensor) -> Tensor:
+            listed = torch.arange(index.shape[3], device=index.device) < number[..., None]
+            chosen = torch.where(listed, index, columns)[:, :, :rows].long()
+            empty = torch.zeros(*chosen.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
             return empty.scatter_(3, chosen, True)[..., :columns]
 
-        partial: Mask = Blocks(bits(block_mask.kv_num_blocks, block_mask.kv_indices), size)
+        bits_partial = bits(*partial)
+        rule: Mask = Blocks(bits_partial, size)
         if block_mask.mask_mod is not None:
-            partial = partial & Custom(block_mask.mask_mod)
-        rule = partial
-        if block_mask.full_kv_num_blocks is not None:
-            rule = Blocks(bits(block_mask.full_kv_num_blocks, block_mask.full_kv_indices), size) | partial
-        batch, heads = block_mask.kv_num_blocks.shape[:2]
-        device = block_mask.kv_indices.device if device is None else device
-        return cls(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=_served(size), device=device)
+            rule = rule & Custom(block_mask.mask_mod)
+        bits_full = torch.zeros_like(bits_partial) if full[0] is None else bits(*full)
+        if full[0] is not None:
+            rule = Blocks(bits_full, size) | rule
+        self = object.__new__(cls)
+        batch, heads = partial[0].shape[:2]
+        key, _ = self._describe(rule, seqlen_q, seqlen_k, batch, heads, sizes, partial[1].device)
+        self.exact = False
+
+        def build() -> TileLists:
+            status = torch.where(bits_full, FULL, torch.where(bits_partial, PARTIAL, EMPTY))
+            m = torch.arange(self.grid.rows, device=status.device) * sizes[0] // size[0]
+            n = torch.arange(self.grid.columns, device=status.device) * sizes[1] // size[1]
+            return _lists(status[: self.batch, : self.heads, m[:, None], n], self.grid)
+
+        self.lists = tile_cache.find(("flex", *key), [x for x in (*partial, *full) if x is not None], build)
+        return self
 
     # What it says of itself.
 
@@ -332,7 +362,10 @@ class BlockMask:
                 reduce(torch.nn.functional.pad(visible, padding, value=fill).unflatten(3, (grid.columns, grid.block_n)), (2, 4))
                 for reduce, fill in ((torch.amax, 0), (torch.amin, 1))
             )
-            self._compare(status[:, :, m], some + every, "its list of keys", m)
+            expected = some + every
+            if not self.exact:
+                expected = torch.where(status[:, :, m] == PARTIAL, PARTIAL, expected)
+            self._compare(status[:, :, m], expected, "its list of keys", m)
         back = TileLists(grid.block_n, grid.block_m, *lists.tensors()[4:], *lists.tensors()[:4])
         transposed = object.__new__(BlockMask)
         transposed.__dict__.update(self.__dict__, grid=grid.transposed(), lists=back)
@@ -356,8 +389,7 @@ class BlockMask:
             return self
         moved = object.__new__(BlockMask)
         rule = self.rule.to(device)
-        sizes = dict(batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k)
-        moved.__dict__.update(self.__dict__, rule=rule, lists=self.lists.to(device), lowered=lower(rule, **sizes, device=device))
+        moved.__dict__.update(self.__dict__, rule=rule, lists=self.lists.to(device), lowered=self._lower(rule, device))
         return moved
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool = False) -> None:
@@ -367,12 +399,12 @@ class BlockMask:
                 f"mask was built for {self.seqlen_q} queries and {self.seqlen_k} keys, and the call has {seqlen_q} and {seqlen_k}; "
                 f"build it for these: BlockMask(rule, {seqlen_q}, {seqlen_k})"
             )
-        for name, own, given in (("batch items", self.batch, batch), ("heads", self.heads, heads)):
-            if own not in (1, given):
+        for name, variable, own, given in (("batch items", "b", self.batch, batch), ("heads", "h", self.heads, heads)):
+            if own != given and (own != 1 or variable in self.reads):
                 raise ValueError(f"mask was built for {own} {name}, and the call has {given}; build it for these")
         if not same_device(self.device, device):
             raise ValueError(f"mask is on {self.device} but the inputs are on {device}; move it with mask.to('{device}')")
-        if ragged and not self.position_free:
+        if ragged and "p" in self.reads:
             raise UnsupportedAttention(
                 "mask is a BlockMask of a rule that depends on the query's position, and seqused_q or seqused_k moves positions after "
                 "it was built; pass the rule itself: mask=block_mask.rule"
@@ -398,16 +430,26 @@ def lists_of_blocks(
     sizes = [part.block_sizes for part in conjuncts(rule) if isinstance(part, Blocks)]
     if not sizes or any(size % BLOCK_SIZES[0] for size in sizes[0]):
         return None
-    mask = BlockMask(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=_served(sizes[0]), device=device)
-    return mask.lists if mask.position_free or not ragged else None
+    mask = BlockMask(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=served(sizes[0]), device=device)
+    return None if ragged and "p" in mask.reads else mask.lists
 
 
-def _served(sizes: tuple[int, int]) -> tuple[int, int]:
+def served(sizes: tuple[int, ...]) -> tuple[int, int]:
     """The largest tiles of which such blocks are made."""
     for size in sizes:
         if size % BLOCK_SIZES[0]:
             raise UnsupportedAttention(f"the mask has blocks of {sizes}; tiles need multiples of {BLOCK_SIZES[0]}")
     return tuple(max(served for served in BLOCK_SIZES if size % served == 0) for size in sizes)  # type: ignore[return-value]
+
+
+def _lists(status: Tensor, grid: Grid) -> TileLists:
+    """From the status of every tile in the band, (B, H, rows, width)."""
+    lists: list[Tensor] = []
+    for cut, by_row in ((grid, status), (grid.transposed(), transpose(status, grid))):
+        base = cut.base(status.device)
+        for kind in (PARTIAL, FULL):
+            lists += _compact(by_row == kind, base)
+    return TileLists(grid.block_m, grid.block_n, *lists)
 
 
 def _compact(chosen: Tensor, base: Tensor) -> list[Tensor]:
@@ -420,6 +462,11 @@ def _compact(chosen: Tensor, base: Tensor) -> list[Tensor]:
     target = torch.where(chosen, rank - 1, number[..., None] + place - rank)
     blocks = (base[:, None] + place).to(torch.int32).expand(chosen.shape)
     index = torch.empty_like(target).scatter_(3, target.long(), blocks)
+    return _shortened(number, index)
+
+
+def _shortened(number: Tensor, index: Tensor) -> list[Tensor]:
+    """The index tensor cut at the largest number, where the host may know it."""
     if tile_cache.host_may_read(index):
         index = index[..., : int(number.max()) if number.numel() else 0].contiguous()
     return [number, index]
@@ -432,7 +479,7 @@ def _block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
             f"BlockMask: block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}, or a pair of these for queries "
             "and keys"
         )
-    return sizes  # type: ignore[return-value]
+    return sizes
 
 
 def _told_apart(name: str, given: int | None, own: int, read: bool) -> int:
@@ -449,5 +496,3 @@ def _integers(name: str, **tensors: Tensor) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"BlockMask.{name}: {argument} is {got}; it must be a tensor of int32 or int64")
-
-

@@ -13,8 +13,17 @@ from .errors import UnsupportedAttention
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class Packing(NamedTuple):
+    """How sequences lie in packed q, k and v: their boundaries, and the most tokens one of them may have (None: not said)."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
 class Sizes(NamedTuple):
-    """The sizes of one call, and the device that all its tensors share."""
+    """The sizes of one call, and the device that all its tensors share. In a packed call the batch items are the sequences."""
 
     batch: int
     heads: int
@@ -24,6 +33,18 @@ class Sizes(NamedTuple):
     head_dim: int
     head_dim_v: int
     device: torch.device
+    batch_name: str = "B"
+    scores_name: str = "(B, Hq, Sq, Sk)"
+
+    def of_sequences(self, packing: Packing) -> Sizes:
+        """The sizes that per-sequence arguments have: in place of a missing bound stands the total, which no sequence exceeds."""
+        return self._replace(
+            batch=packing.cu_seqlens_q.shape[0] - 1,
+            seqlen_q=self.seqlen_q if packing.max_seqlen_q is None else packing.max_seqlen_q,
+            seqlen_k=self.seqlen_k if packing.max_seqlen_k is None else packing.max_seqlen_k,
+            batch_name="sequences",
+            scores_name="(sequences, Hq, max_seqlen_q, max_seqlen_k)",
+        )
 
 
 def typed(name: str, value: Any, kind: type) -> Any:
@@ -85,7 +106,7 @@ def check_window(window_size: Any) -> tuple[int, int]:
 
 
 def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool = False) -> Tensor | None:
-    """Checks that x broadcasts to (B, Hq, Sq, Sk); returns it unexpanded."""
+    """Checks that x broadcasts to (B, Hq, Sq, Sk), or to what stands for it in a packed call; returns it unexpanded."""
     if x is None:
         return None
     typed(name, x, Tensor)
@@ -97,7 +118,7 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     target = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
     fits = x.ndim <= 4 and all(have in (1, want) for have, want in zip(reversed(x.shape), reversed(target), strict=False))
     if not fits:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to (B, Hq, Sq, Sk) = {target}")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {sizes.scores_name} = {target}")
     return x
 
 
@@ -110,7 +131,7 @@ def per_head(name: str, x: Tensor | None, sizes: Sizes, per_batch: bool) -> Tens
     _same_device(name, x, sizes)
     allowed = [(sizes.heads,), (sizes.batch, sizes.heads)] if per_batch else [(sizes.heads,)]
     if tuple(x.shape) not in allowed:
-        names = "(Hq,) or (B, Hq)" if per_batch else "(Hq,)"
+        names = f"(Hq,) or ({sizes.batch_name}, Hq)" if per_batch else "(Hq,)"
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {names} = {' or '.join(map(str, allowed))}")
     return x
 
@@ -123,7 +144,9 @@ def sequence_lengths(name: str, x: Tensor | None, size: int, sizes: Sizes) -> Te
         raise TypeError(f"{name} has dtype {x.dtype}; it must be int32: use {name}.to(torch.int32)")
     _same_device(name, x, sizes)
     if tuple(x.shape) != (sizes.batch,):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (B,) = ({sizes.batch},), one length for each batch item")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; it must be ({sizes.batch_name},) = ({sizes.batch},), one length for each of them"
+        )
     return x
 
 

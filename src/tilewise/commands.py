@@ -10,10 +10,12 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import tilewise
 from tilewise import doctor as doctor_module
+from tilewise import warmup as warmup_module
 
 app = typer.Typer(
     help="Exact attention for PyTorch, tile by tile.",
@@ -79,6 +81,48 @@ def explain(
     for line in str(explanation).splitlines():
         table.add_row(line[:14].strip(), line[14:])
     console.print(table, markup=False)
+
+
+@app.command()
+def warmup(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(warmup_module.MODELS)}.")] = "",
+    shape: Annotated[str, typer.Option(help="Instead of a model: heads,kv_heads,head_dim.")] = "",
+    window: Annotated[int, typer.Option(help="With --shape: keys that a query sees, its own included; 0 is all.", min=0)] = 0,
+    softcap: Annotated[float, typer.Option(help="With --shape: scores become softcap·tanh(score/softcap); 0 is off.", min=0)] = 0.0,
+    full: Annotated[bool, typer.Option("--full", help="With --shape: no causal order.")] = False,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    processes: Annotated[int, typer.Option(help="How many compile side by side; 0: one for each core.", min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels of a model ahead of its first call, side by side, into Triton's cache on disk."""
+    try:
+        if bool(model) == bool(shape):
+            raise ValueError("give one of --model and --shape")
+        if model and model not in warmup_module.MODELS:
+            raise ValueError(f"--model is {model!r}; it must be one of {', '.join(warmup_module.MODELS)}, or give --shape")
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if shape:
+            heads, kv_heads, head_dim = _integers("shape", shape, (3,))
+            chosen = warmup_module.Model(heads, kv_heads, head_dim, windows=(window,), causal=not full, softcap=softcap)
+        else:
+            chosen = warmup_module.MODELS[model]
+        warmup_module.check_device()
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    listed = warmup_module.cases(chosen, DTYPES[dtype])
+    seconds = {}
+    with Progress(console=Console(stderr=True, quiet=as_json)) as bars:
+        bar = bars.add_task("compiling", total=len(listed))
+        for case, spent in warmup_module.run_all(listed, processes):
+            seconds[case.name] = round(spent, 2)
+            bars.update(bar, advance=1, description=case.name)
+    if as_json:
+        print(json.dumps(seconds))
+        return
+    for name, spent in seconds.items():
+        console.print(f"{name:<28}{spent:6.1f} s", highlight=False)
 
 
 @app.command()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -17,9 +15,8 @@ import torch
 
 import tilewise
 from tilewise import plan
+from tilewise.versions import OLDEST_TORCH, OLDEST_TRITON, dotted, installed, release
 
-OLDEST_TORCH = (2, 11)
-OLDEST_TRITON = (3, 6)
 # Packages that an extra of tilewise brings, and what works only with them.
 OPTIONAL = {
     "typer": ("demo", "the commands other than doctor"),
@@ -60,7 +57,7 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        return _release(self.versions["torch"]) >= OLDEST_TORCH
+        return release(self.versions["torch"]) >= OLDEST_TORCH
 
 
 def examine() -> Report:
@@ -69,8 +66,8 @@ def examine() -> Report:
         "tilewise": tilewise.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        **{name: _version(name) for name in OPTIONAL},
+        "triton": installed("triton"),
+        **{name: installed(name) for name in OPTIONAL},
     }
     devices = [_examine_device(torch.device(name)) for name in _device_names()]
     return Report(versions, f"{platform.system()} {platform.machine()}", devices, _find_missing(versions, devices))
@@ -119,9 +116,9 @@ def _serves(operands: plan.Operands, rules: plan.Rules, target: plan.Target) -> 
 def _find_missing(versions: dict[str, str], devices: list[DeviceReport]) -> list[Missing]:
     found = []
     on_gpu = any(device.device.startswith(("cuda", "xpu")) for device in devices)
-    if _release(versions["torch"]) < OLDEST_TORCH:
+    if release(versions["torch"]) < OLDEST_TORCH:
         found.append(
-            Missing(f"torch {_dotted(OLDEST_TORCH)} or newer", f"this is {versions['torch']}", "pip install --upgrade 'torch>=2.11'")
+            Missing(f"torch {dotted(OLDEST_TORCH)} or newer", f"this is {versions['torch']}", "pip install --upgrade 'torch>=2.11'")
         )
     if not on_gpu:
         if torch.version.cuda or torch.version.hip:
@@ -136,7 +133,7 @@ def _find_missing(versions: dict[str, str], devices: list[DeviceReport]) -> list
             found.append(
                 Missing("a torch built for the GPU", "the machine has a GPU driver, but this torch is built for the CPU", "see pytorch.org")
             )
-    if not versions["triton"] or _release(versions["triton"]) < OLDEST_TRITON:
+    if not versions["triton"] or release(versions["triton"]) < OLDEST_TRITON:
         state = f"this is {versions['triton']}" if versions["triton"] else "absent"
         need = "the triton and hopper backends need it" if on_gpu else "it matters on a GPU only; on this machine nothing is lost"
         how = (
@@ -144,34 +141,11 @@ def _find_missing(versions: dict[str, str], devices: list[DeviceReport]) -> list
             if platform.system() == "Linux"
             else "Triton has packages for Linux; elsewhere tilewise works without it"
         )
-        found.append(Missing(f"triton {_dotted(OLDEST_TRITON)} or newer", f"{state}; {need}", how))
+        found.append(Missing(f"triton {dotted(OLDEST_TRITON)} or newer", f"{state}; {need}", how))
     for name, (extra, purpose) in OPTIONAL.items():
         if not versions[name]:
             found.append(Missing(name, f"needed for {purpose}", f"pip install 'tilewise[{extra}]'"))
     return found
-
-
-def _version(name: str) -> str:
-    """The version of an importable package, "" where it cannot be imported; the package itself is not imported."""
-    try:
-        if importlib.util.find_spec(name) is None:
-            return ""
-        return importlib.metadata.version(name)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return ""
-
-
-def _release(version: str) -> tuple[int, int]:
-    """
-    >>> _release("2.13.0+cpu")
-    (2, 13)
-    """
-    major, minor = version.split(".")[:2]
-    return int(major), int("".join(character for character in minor if character.isdigit()) or 0)
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -129,7 +129,11 @@ def _target(device: str | torch.device | None, own: torch.device) -> tuple[plan.
         return plan.Target("cuda", named.capability, named.name, hip=named.hip, shared_memory=named.shared_memory), named
     if device is None and own.type == "meta":
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    target = plan.target_of(torch.device(device) if device is not None else own)
+    try:
+        target = plan.target_of(torch.device(device) if device is not None else own)
+    except RuntimeError as error:  # torch's own parser: no such device, or none of that kind here
+        known = ", ".join(repr(one.name) for one in cost.DEVICES)
+        raise ValueError(f"device is {device!r}; it must be a torch device of this machine, such as 'cpu', or one of {known}") from error
     return target, cost.device_named(target.name) if target.name else None
 
 

@@ -420,7 +420,7 @@ def lower(
     rest: Mask | None = None
     visible: Tensor | None = None
     for part in conjuncts(rule):
-        if ragged and any(isinstance(leaf, Blocks) for leaf in _leaves(part)):
+        if ragged and any(isinstance(leaf, Blocks) for leaf in leaves(part)):
             raise UnsupportedAttention(
                 "Blocks count from the start of one common sequence and have no meaning for packed sequences; use Document & Custom"
             )
@@ -442,10 +442,11 @@ def conjuncts(rule: Mask) -> Iterator[Mask]:
         yield rule
 
 
-def _leaves(rule: Mask) -> Iterator[Mask]:
+def leaves(rule: Mask) -> Iterator[Mask]:
+    """The rules that a combination is made of."""
     parts = [value for f in dataclasses.fields(rule) if isinstance(value := getattr(rule, f.name), Mask)]  # type: ignore[arg-type]
     for part in parts:
-        yield from _leaves(part)
+        yield from leaves(part)
     if not parts:
         yield rule
 

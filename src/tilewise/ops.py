@@ -6,6 +6,7 @@ profiler: opaque, functional, with exact fakes. Which kernels run is decided ins
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,8 @@ RULES = (
     "backend",
 )
 BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none, and the sizes of its tiles
+# The last arguments of both ops, None unless the sequences are packed.
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 AUX = ("max_logits", "key_mass", "entropy")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
@@ -45,8 +48,10 @@ RULE_SCHEMA = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, float dropout_p, bool deterministic, "
     "str score_mod, str mask_mod, str layout, str backend"
 )
-REST = BLOCKS  # the last arguments of every operator
-REST_SCHEMA = "Tensor[]? blocks, int block_m, int block_n"
+REST = (*BLOCKS, *PACKED)  # the last arguments of every operator
+REST_SCHEMA = (
+    "Tensor[]? blocks, int block_m, int block_n, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
 
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(
@@ -100,7 +105,11 @@ def operands(args: dict[str, Any]) -> Operands:
     tensors["alibi_slopes"] = rank2(tensors["alibi_slopes"])
     tensors["captured"] = tuple(tensors["captured"] or ())  # packages of AOTInductor make None of an empty list
     lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
-    return Operands(**tensors, blocks=lists)
+    return Operands(**tensors, blocks=lists, cu_seqlens_q=args["cu_seqlens_q"], cu_seqlens_k=args["cu_seqlens_k"])
+
+
+def has_no_sequence(t: Operands) -> bool:
+    return t.cu_seqlens_q is not None and t.cu_seqlens_q.shape[0] == 1
 
 
 def rules(args: dict[str, Any], allow_tf32: bool) -> Rules:
@@ -134,7 +143,11 @@ def run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
     chosen = plan.select(t, r, args["backend"], request=request)
     results = allocate_outputs(args)
     out = Outputs(heads_first(results[0], args["layout"]), *results[1:])
-    if out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
+    if has_no_sequence(t):
+        for x in results:
+            if x is not None:
+                x.fill_(float("-inf") if x is out.lse or x is out.max_logits else 0.0)
+    elif out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
         chosen.kernels().forward(t, r, out)
     return results
 
@@ -222,7 +235,7 @@ def backward_request(args: dict[str, Any]) -> Request:
 def run_backward(args: dict[str, Any]) -> list[Tensor]:
     t, r = operands(args), rules(args, args["allow_tf32"])
     buffers, cot, kept = GradientBuffers(args), cotangents(args), saved(args)
-    if kept.lse.numel() and t.k.shape[2]:
+    if kept.lse.numel() and t.k.shape[2] and not has_no_sequence(t):
         plan.select(t, r, args["backend"], request=backward_request(args)).kernels().backward(t, r, kept, cot, buffers.grads)
     else:  # no query or no key: nothing depends on q, k or v, and only a sink can move the LSE
         for x in buffers.buffers:
@@ -256,7 +269,8 @@ def _backward_fake(*flat: Any) -> list[Tensor]:
 def vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[Any, ...]) -> list[Tensor]:
     """The mapped dimension joins the batch where that changes no meaning; else one call for each of its elements.
 
-    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout) or would copy an N x N tensor.
+    Both ways equal a loop. Joining is refused where the batch index itself matters (programs, dropout), where sequences are packed, or
+    where it would copy an N x N tensor.
     """
     args, dims = dict(zip(names, flat, strict=True)), dict(zip(names, in_dims, strict=True))
     size = info.batch_size
@@ -276,7 +290,7 @@ def vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[A
 
 
 def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
-    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None:
+    if args["score_mod"] or args["mask_mod"] or args["dropout_p"] > 0 or dims["sink"] is not None or args["cu_seqlens_q"] is not None:
         return False
     if "max_logits" in args.get("aux", "") or args.get("tcaptured"):
         return False
@@ -331,11 +345,18 @@ torch.library.register_fake("tilewise::attention_forward", _forward_fake, lib=li
 torch.library.register_fake("tilewise::attention_backward", _backward_fake, lib=library)
 
 
-def problem_of(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
-    args = dict(zip(names, flat, strict=False))
+def visible_flops(count: Any, names: tuple[str, ...], flat: tuple[Any, ...], pass_: str) -> int:
+    """The visible pairs' operations. Where the lengths are values on the device, the least of the bounds that follow from sizes."""
+    return min(count(problem, pass_) for problem in problems(dict(zip(names, flat, strict=False))))
+
+
+def problems(args: dict[str, Any]) -> list[Problem]:
+    """The call as one problem of `cost`; a packed call as two, neither smaller than what it computes: every sequence as long as the
+    longest may be, and every query seeing as many keys as one may see. Tensors may be given as their sizes, as torch's counter does."""
+    args = {name: x.shape if isinstance(x, Tensor) else x for name, x in args.items()}
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
-    q, k, v = args["q"], args["k"], args["v"]  # the counter passes tensors as their sizes
-    return Problem(
+    q, k, v, left, right = args["q"], args["k"], args["v"], args["window_left"], args["window_right"]
+    whole = Problem(
         batch=q[0],
         heads=q[heads_dim],
         kv_heads=k[heads_dim],
@@ -343,19 +364,30 @@ def problem_of(names: tuple[str, ...], flat: tuple[Any, ...]) -> Problem:
         seqlen_k=k[seq_dim],
         head_dim=q[3],
         head_dim_v=v[3],
-        window_left=args["window_left"],
-        window_right=args["window_right"],
+        window_left=left,
+        window_right=right,
     )
+    if args["cu_seqlens_q"] is None:
+        return [whole]
+    most_q, most_k = (
+        size if most is None else min(size, most)
+        for size, most in ((whole.seqlen_q, args["max_seqlen_q"]), (whole.seqlen_k, args["max_seqlen_k"]))
+    )
+    seen = most_k if left < 0 or right < 0 else min(most_k, left + right + 1)
+    return [
+        replace(whole, batch=args["cu_seqlens_q"][0] - 1, seqlen_q=most_q, seqlen_k=most_k),
+        replace(whole, seqlen_k=seen, window_left=-1, window_right=-1),
+    ]
 
 
 def _register_flops(counter: ModuleType) -> None:
     @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(problem_of(FORWARD_ARGS, flat), "fwd")
+        return visible_flops(flops, FORWARD_ARGS, flat, "fwd")
 
     @counter.register_flop_formula(torch.ops.tilewise.attention_backward)
     def _backward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return flops(problem_of(BACKWARD_ARGS, flat), "bwd")
+        return visible_flops(flops, BACKWARD_ARGS, flat, "bwd")
 
 
 when_imported("torch.utils.flop_counter", _register_flops)

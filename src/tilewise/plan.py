@@ -38,6 +38,10 @@ class Operands:
     dropout_seed: Tensor | None = None  # int64, 0-d
     captured: tuple[Tensor, ...] = ()  # what the traced programs of `Rules` read
     blocks: TileLists | None = None  # which tiles `mask` and the mask program leave, and which they leave whole; changes no result
+    # Packed sequences: q, k and v are one row, (1, H, total, D), of which sequence b owns rows [cu_seqlens[b], cu_seqlens[b + 1]). Every
+    # other B then counts sequences, and the Sq and Sk of a bias or mask are the most queries and keys that a sequence may have.
+    cu_seqlens_q: Tensor | None = None  # int32 (sequences + 1,)
+    cu_seqlens_k: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +220,9 @@ def select(
     """
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
-    if backend == "hopper" and (request.backward or request.tangent):
-        backend = "auto"  # the Hopper kernels compute the forward pass; gradients come from the fastest that has them
+    differentiates = request.backward or request.tangent
+    if backend == "hopper" and differentiates and why_not(backend, t, r, request, target) is not None:
+        backend = "auto"  # the Hopper kernels differentiate less than they compute; the other gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:

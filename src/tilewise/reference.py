@@ -6,6 +6,7 @@ autograd. All arithmetic is float64 unless ``compute_dtype`` says otherwise.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,6 +153,76 @@ def attention_full(
         entropy=-plogp.sum(3),
     )
     return result
+
+
+def attention_varlen_full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **arguments: Any,
+) -> Result:
+    """Packed sequences: what a batch of them gives, padded to one length, with the lengths in ``seqused_*``.
+
+    q (total_q, Hq, D), k and v (total_k, Hk, ...); out in the shape of q, lse and entropy (Hq, total_q), key_mass (Hq, total_k). Rows
+    that belong to no sequence are 0, their lse -inf. ``max_seqlen_*`` is the size that a bias, mask or rule was made for; what a sequence
+    has beyond a bias or mask counts as absent.
+    """
+    first_q, len_q = _boundaries(cu_seqlens_q, q.shape[0])
+    first_k, len_k = _boundaries(cu_seqlens_k, k.shape[0])
+    matrices = [x for x in (arguments.get("bias"), arguments.get("mask")) if isinstance(x, Tensor)]
+    size_q, size_k = (
+        most if most is not None and any(x.ndim >= -dim and x.shape[dim] > 1 for x in matrices) else max([most or 0, *lengths])
+        for most, lengths, dim in ((max_seqlen_q, len_q, -2), (max_seqlen_k, len_k, -1))
+    )
+
+    def used(lengths: list[int], size: int, seqused: Tensor | None) -> Tensor:
+        own = lengths if seqused is None else [min(max(int(n), 0), length) for n, length in zip(seqused, lengths, strict=True)]
+        return torch.tensor([min(n, size) for n in own], dtype=torch.int32, device=q.device)
+
+    def padded(x: Tensor, first: list[int], lengths: list[int], size: int) -> Tensor:
+        rows = [x[start : start + min(length, size)] for start, length in zip(first, lengths, strict=True)]
+        items = [torch.cat([row, row.new_zeros(size - len(row), *row.shape[1:])]) for row in rows]
+        return torch.stack(items) if items else x.new_zeros(0, size, *x.shape[1:])
+
+    full = attention_full(
+        padded(q, first_q, len_q, size_q),
+        *(padded(x, first_k, len_k, size_k) for x in (k, v)),
+        seqused_q=used(len_q, size_q, seqused_q),
+        seqused_k=used(len_k, size_k, seqused_k),
+        **arguments,
+    )
+
+    def packed(x: Tensor, first: list[int], lengths: list[int], total: int, elsewhere: float) -> Tensor:
+        """(sequences, size, ...) -> (total, ...)"""
+        result = x.new_full((total, *x.shape[2:]), elsewhere)
+        for item, start, length in zip(x, first, lengths, strict=True):
+            rows = torch.arange(start, start + min(length, len(item)), device=x.device)
+            result = result.index_copy(0, rows, item[: len(rows)])
+        return result
+
+    return Result(
+        out=packed(full.out, first_q, len_q, q.shape[0], 0.0),
+        lse=packed(full.lse.transpose(1, 2), first_q, len_q, q.shape[0], NEG_INF).transpose(0, 1),
+        max_logits=full.max_logits,
+        key_mass=packed(full.key_mass.transpose(1, 2), first_k, len_k, k.shape[0], 0.0).transpose(0, 1),
+        entropy=packed(full.entropy.transpose(1, 2), first_q, len_q, q.shape[0], 0.0).transpose(0, 1),
+    )
+
+
+def _boundaries(cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:
+    """First row and length of each sequence. An offset counts as no less than those before it and no more than the total."""
+    ends, top = [], 0
+    for offset in cu_seqlens.tolist():
+        top = max(top, min(max(offset, 0), total))
+        ends.append(top)
+    return ends[:-1], [stop - start for start, stop in itertools.pairwise(ends)]
 
 
 def _lengths(seqused: Tensor | None, batch: int, size: int, device: torch.device) -> Tensor:

@@ -30,14 +30,15 @@ from .ops import (
     cotangents,
     float32_precision_allows_tf32,
     gradients_fake,
+    has_no_sequence,
     heads_first,
     library,
     operands,
-    problem_of,
     rank2,
     rank4,
     rules,
     saved,
+    visible_flops,
     wanted_aux,
 )
 from .plan import Outputs, Request, Tangents
@@ -88,8 +89,13 @@ def _jvp(*flat: Any) -> tuple[Tensor, ...]:
     results = _jvp_outputs(args)
     tout, tlse, tkey_mass, tentropy = results
     tangents = Outputs(heads_first(tout, args["layout"]), tlse, key_mass=tkey_mass, entropy=tentropy)
-    request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out"].dtype, tangent=True)
-    plan.select(t, r, args["backend"], request=request).tangent_kernels().jvp(t, r, u, saved(args), tangents)
+    if has_no_sequence(t):
+        for x in results:
+            if x is not None:
+                x.zero_()
+    else:
+        request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out"].dtype, tangent=True)
+        plan.select(t, r, args["backend"], request=request).tangent_kernels().jvp(t, r, u, saved(args), tangents)
     return as_tensors(results)
 
 
@@ -101,9 +107,13 @@ def _backward_jvp(*flat: Any) -> list[Tensor]:
     args = dict(zip(BACKWARD_JVP_ARGS, flat, strict=True))
     t, r, u = operands(args), rules(args, chosen_tf32(args)), _direction(args)
     buffers = GradientBuffers(args)
-    request = replace(backward_request(args), tangent=True)
-    kernels = plan.select(t, r, args["backend"], request=request).tangent_kernels()
-    kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
+    if has_no_sequence(t):
+        for x in buffers.buffers:
+            x.zero_()
+    else:
+        request = replace(backward_request(args), tangent=True)
+        kernels = plan.select(t, r, args["backend"], request=request).tangent_kernels()
+        kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
     return buffers.finished()
 
 
@@ -120,11 +130,11 @@ torch.library.register_fake("tilewise::attention_backward_jvp", _backward_jvp_fa
 def _register_flops(counter: ModuleType) -> None:
     @counter.register_flop_formula(torch.ops.tilewise.attention_jvp)
     def _jvp_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return tangent_flops(problem_of(JVP_ARGS, flat), "fwd")
+        return visible_flops(tangent_flops, JVP_ARGS, flat, "fwd")
 
     @counter.register_flop_formula(torch.ops.tilewise.attention_backward_jvp)
     def _backward_jvp_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
-        return tangent_flops(problem_of(BACKWARD_JVP_ARGS, flat), "bwd")
+        return visible_flops(tangent_flops, BACKWARD_JVP_ARGS, flat, "bwd")
 
 
 when_imported("torch.utils.flop_counter", _register_flops)

@@ -74,4 +74,4 @@ def _content(x: Tensor) -> Hashable:
     if x.device.type != "cpu":
         return *shape, id(x), x._version, x.data_ptr(), x.stride()
     flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
-    return *shape, hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).digest()
+    return *shape, hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

@@ -163,6 +163,36 @@ def _of_window(left: int, right: int, grid: Grid, device: torch.device) -> Tenso
     return seen.to(torch.uint8).add_(all_seen & seen)[None, None]
 
 
+def window_lists(grid: Grid, device: torch.device) -> list[Tensor]:
+    """The lists of the grid's own window: numbers and blocks of partial and of full tiles, int32 (1, 1, rows) and (1, 1, rows, width).
+
+    The visible tiles of a block of queries are an interval, and so are the full ones inside it: a few numbers a block, no status.
+    """
+    m = torch.arange(grid.rows, dtype=torch.int32, device=device)
+    first = m * grid.block_m + grid.offset
+    last = (m * grid.block_m + (grid.block_m - 1)).clamp(max=grid.seqlen_q - 1) + grid.offset
+    start, stop = torch.zeros_like(m), torch.full_like(m, grid.columns)  # of the visible tiles
+    full, full_stop = start, stop
+    if grid.left != UNLIMITED:
+        left = min(grid.left, grid.seqlen_q + grid.seqlen_k)
+        start = (first - left).clamp(min=0).div(grid.block_n, rounding_mode="floor")
+        full = (last + (grid.block_n - 1 - left)).clamp(min=0).div(grid.block_n, rounding_mode="floor")
+    if grid.right != UNLIMITED:
+        right = min(grid.right, grid.seqlen_q + grid.seqlen_k)
+        stop = (last + (right + grid.block_n)).clamp(min=0).div(grid.block_n, rounding_mode="floor").clamp(max=grid.columns)
+        end = first + (right + 1)
+        full_stop = torch.where(end >= grid.seqlen_k, grid.columns, end.clamp(min=0).div(grid.block_n, rounding_mode="floor"))
+    stop = torch.maximum(start, stop)
+    some = (full < full_stop) & (start < stop)
+    full, full_stop = torch.where(some, full, stop), torch.where(some, full_stop, stop)
+    before = full - start  # partial tiles left of the full ones
+    place = torch.arange(grid.width, dtype=torch.int32, device=device)
+    partial = torch.where(place < before[:, None], start[:, None] + place, (full_stop - before)[:, None] + place)
+    limit = max(grid.columns - 1, 0)
+    lists = [before + stop - full_stop, partial.clamp(max=limit), full_stop - full, (full[:, None] + place).clamp(max=limit)]
+    return [x[None, None] for x in lists]
+
+
 def _of_ranges(start: Tensor, stop: Tensor, grid: Grid) -> Tensor:
     """From the half-open range of keys that each query sees, (B or 1, Sq) each.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..cost import Problem, flops, least_bytes
+from .masked import density
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINING = ("fwd", "bwd", "fwd+bwd")
@@ -30,7 +31,8 @@ class Case:
 
     `kind` is "speed" (device time, on the CPU wall time), "host" (time until a call returns), "memory" (peak of one call) or
     "first_call" (in a fresh process, without and with the kernel caches of an earlier one). `window` is (left, right) as in
-    `tilewise.attention`. `padded` gives the batch items lengths from 1/batch of seqlen_k up to all of it.
+    `tilewise.attention`. `padded` gives the batch items lengths from 1/batch of seqlen_k up to all of it. `cached`: the keys are a cache
+    that new queries read, in pages of `page_size` if that is not 0; `latent`: the values are the first dims of the keys.
     """
 
     group: str
@@ -47,6 +49,7 @@ class Case:
     softcap: float = 0.0
     bias: tuple[int, int, int, int] | None = None
     padded: bool = False
+    mask: str = ""  # a mask of `masked.case_mask`; "": none
     dtype: str = "bf16"
     passes: tuple[str, ...] = TRAINING
     kind: str = "speed"
@@ -54,6 +57,9 @@ class Case:
     bars: tuple[Bar, ...] = field(default=())
     peak_limit: int = 0  # bytes, 0: none
     providers: tuple[str, ...] = ()  # whom it is about; empty: everybody
+    cached: bool = False
+    page_size: int = 0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -70,6 +76,13 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def density(self) -> float | None:
+        """The share of tiles in a block-sparse case, 1 in the dense one beside them; None in all others."""
+        if self.group != "blocks":
+            return None
+        return round(density(self.mask, self.seqlen_q), 4) if self.mask else 1.0
 
     def key_lengths(self) -> list[int]:
         """How many keys each batch item has."""
@@ -102,11 +115,13 @@ class Case:
 
     def flops(self, pass_: str) -> int:
         """Useful operations: visible pairs within the lengths."""
-        return sum(flops(item, pass_) for item in self._items())
+        share = density(self.mask, self.seqlen_q) if self.mask else 1.0
+        return round(share * sum(flops(item, pass_) for item in self._items()))
 
     def bytes(self, pass_: str) -> int:
-        """The least traffic, within the lengths."""
-        return sum(least_bytes(item, pass_) for item in self._items())
+        """The least traffic, within the lengths; of a cache nearly all is its keys and values."""
+        values = sum(self.key_lengths()) * self.kv_heads * self.head_dim_v * self.torch_dtype.itemsize
+        return sum(least_bytes(item, pass_) for item in self._items()) - (values if self.latent else 0)
 
 
 def _mask_name(causal: bool) -> str:
@@ -119,6 +134,8 @@ _BARS = {
     (128, True): (Bar("fwd", "sdpa_flash", 1.38), Bar("bwd", "sdpa_flash", 1.10)),
     (64, False): (Bar("fwd", "sdpa_flash", 1.35), Bar("bwd", "sdpa_flash", 1.08)),
 }
+# What is sparse or biased, against FlexAttention: the floor that the portable kernels promise.
+_OVER_FLEX = (Bar("fwd", "flex", 1.1), Bar("bwd", "flex", 1.1))
 
 
 def _paper(group: str, lengths: Iterable[int]) -> list[Case]:
@@ -170,11 +187,39 @@ def _cpu(n: int) -> list[Case]:
     return cases
 
 
+def _caches() -> list[Case]:
+    """New queries over a cache: one, a few speculative ones, pages of 16 keys, latent vectors, and the time until a tiny call returns."""
+    model: dict[str, Any] = dict(heads=64, kv_heads=8, head_dim=128, passes=("fwd",), cached=True)
+    latent: dict[str, Any] = dict(heads=128, kv_heads=1, head_dim=576, head_dim_v=512, passes=("fwd",), cached=True, latent=True)
+    best = (Bar("fwd", "sdpa_cudnn", 1.0), Bar("fwd", "fa3", 1.0))
+    sizes = {"16x8k": (16, 8192), "4x64k": (4, 65536), "1x128k": (1, 131072)}
+    return [
+        *(Case("decode", name, seqlen_q=1, batch=b, seqlen_k=n, bars=best, **model) for name, (b, n) in sizes.items()),
+        *(Case("paged", name, seqlen_q=1, batch=b, seqlen_k=n, page_size=16, **model) for name, (b, n) in sizes.items()),
+        *(
+            Case("speculative", f"{b}x32k-{queries}", seqlen_q=queries, batch=b, seqlen_k=32768, causal=queries > 1, **model)
+            for b in (1, 4)
+            for queries in (1, 4, 16, 64)
+        ),
+        *(Case("mla_decode", f"{b}x{n // 1024}k", seqlen_q=1, batch=b, seqlen_k=n, **latent) for b, n in ((16, 8192), (2, 65536))),
+        Case("decode_host", "tiny", seqlen_q=1, seqlen_k=128, heads=8, head_dim=64, kind="host", passes=("fwd",), cached=True),
+    ]
+
+
 def _all_cases() -> list[Case]:
     grid = _paper("paper", (16384, 4096, 1024))
     features = [
         Case("gqa", "32-over-4-d128-8192", seqlen_q=8192, batch=2, heads=32, kv_heads=4, head_dim=128, causal=True),
-        Case("window", "d128-1024-of-16384", seqlen_q=16384, heads=16, head_dim=128, causal=True, window=(1023, -1)),
+        Case("window", "d128-1024-of-16384", seqlen_q=16384, heads=16, head_dim=128, causal=True, window=(1023, -1), bars=_OVER_FLEX),
+        *(
+            Case("blocks", f"d128-{percent}-16384", seqlen_q=16384, heads=16, head_dim=128, mask=f"blocks-{percent}", bars=_OVER_FLEX)
+            for percent in (6, 11, 26, 50)
+        ),
+        Case("blocks", "d128-dense-16384", seqlen_q=16384, heads=16, head_dim=128),
+        *(
+            Case("documents", f"d128-{count}-16384", seqlen_q=16384, heads=16, head_dim=128, mask=f"documents-{count}", bars=_OVER_FLEX)
+            for count in (4, 16, 64)
+        ),
         *(
             Case("mla", f"192-128-{n}", seqlen_q=n, batch=16384 // n, heads=16, head_dim=192, head_dim_v=128, causal=True)
             for n in (4096, 16384)
@@ -183,7 +228,7 @@ def _all_cases() -> list[Case]:
             Case("short", f"d64-{_mask_name(causal)}-512", seqlen_q=512, batch=32, heads=32, head_dim=64, causal=causal)
             for causal in (False, True)
         ),
-        Case("bias", "d64-2048", seqlen_q=2048, batch=4, heads=16, head_dim=64, bias=(1, 16, 2048, 2048)),
+        Case("bias", "d64-2048", seqlen_q=2048, batch=4, heads=16, head_dim=64, bias=(1, 16, 2048, 2048), bars=_OVER_FLEX),
         *(
             Case("fp32", f"d64-{_mask_name(causal)}-4096", seqlen_q=4096, batch=2, heads=32, head_dim=64, causal=causal, dtype="fp32")
             for causal in (False, True)
@@ -207,7 +252,7 @@ def _all_cases() -> list[Case]:
         Case("cpu_memory", "causal-32768", 32768, causal=True, kind="memory", peak_limit=1_500_000_000, **one_pass),
     ]
     lengths = _paper("lengths", (8192, 2048, 512))
-    return [*grid, *features, *_models(), *lengths, Case("first_call", "d128-causal-4096", 4096, 16, 128, **first), *cpu]
+    return [*grid, *features, *_models(), *lengths, *_caches(), Case("first_call", "d128-causal-4096", 4096, 16, 128, **first), *cpu]
 
 
 CASES: tuple[Case, ...] = tuple(_all_cases())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case
+from .masked import case_mask
 from .peers import Inputs
 
 # How many times the error of the unfused computation in the same dtype an implementation may show.
@@ -31,6 +32,7 @@ def slice_of(
     left, right = case.window[0], 0 if case.causal else case.window[1]
     scale = case.head_dim**-0.5
     queries = torch.arange(case.seqlen_q, device=k.device) if rows is None else rows
+    mask = case_mask(case.mask, case.seqlen_q, str(k.device)).function if case.mask else None
     block = max(1, (1 << 26) // max(1, case.seqlen_k))
 
     out = torch.empty(group, len(queries), case.head_dim_v, dtype=dtype, device=k.device)
@@ -58,6 +60,8 @@ def slice_of(
                 visible = visible & (key >= position - left)
             if right >= 0:
                 visible = visible & (key <= position + right)
+            if mask is not None:
+                visible = visible & mask(item, first + g, i[:, None], key)
             p = torch.where(visible, s, float("-inf")).softmax(-1)
             o = p @ v
             out[g, here] = o

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cases import Case
+from .masked import case_mask
 
 Call = Callable[..., Tensor]  # (q, k, v, bias or None) -> out
 
@@ -48,10 +49,12 @@ class Inputs:
             return torch.randn(shape, device=case.device, dtype=case.torch_dtype, generator=generator)
 
         lengths = torch.tensor(case.key_lengths(), dtype=torch.int32, device=case.device) if case.padded else None
+        q = normal(case.batch, case.seqlen_q, case.heads, case.head_dim)
+        k = normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim)
         return Inputs(
-            q=normal(case.batch, case.seqlen_q, case.heads, case.head_dim),
-            k=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
-            v=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v),
+            q=q,
+            k=k,
+            v=k[..., : case.head_dim_v] if case.latent else normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v),
             dout=normal(case.batch, case.seqlen_q, case.heads, case.head_dim_v),
             bias=normal(*case.bias) if case.bias is not None else None,
             seqused_k=lengths,
@@ -105,9 +108,14 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         import tilewise
 
+        if case.cached:
+            return cached_tilewise(case, inputs)
         options: dict[str, Any] = dict(causal=case.causal, window_size=case.window, softcap=case.softcap, backend=backend or "auto")
         if inputs.seqused_k is not None:
             options["seqused_k"] = inputs.seqused_k
+        if case.mask:
+            rule = case_mask(case.mask, case.seqlen_q, case.device).rule
+            options["mask"] = tilewise.BlockMask(rule, case.seqlen_q, case.seqlen_k, device=case.device)
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
             return tilewise.attention(q, k, v, bias=bias, **options)
@@ -119,12 +127,42 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
             forward = serving("fwd")
         except tilewise.UnsupportedAttention as error:
             raise Unsupported(str(error)) from error
+        if case.device == "cuda" and forward == "tiled" and backend != "tiled":
+            raise Unsupported("no kernel of ours serves it on this device")
         backward = None
         with contextlib.suppress(tilewise.UnsupportedAttention):  # a backend that serves the forward pass alone can still be timed
             backward = serving("bwd")
         return Prepared(call, backend=forward, backward_backend=backward)
 
     return prepare
+
+
+def cached_tilewise(case: Case, inputs: Inputs) -> Prepared:
+    """Our call over a cache, with the lengths on the device, as a server has them."""
+    import tilewise
+
+    k_cache, v_cache, table = in_pages(case, inputs)
+    used = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=case.device)
+    options: dict[str, Any] = dict(cache_seqlens=used, page_table=table, causal=case.causal, window_size=case.window, softcap=case.softcap)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        return tilewise.attention_with_kvcache(q, k_cache, v_cache, **options)
+
+    return Prepared(call)
+
+
+def in_pages(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys and values of a case as caches, and the page table of paged ones: pages in random order."""
+    if not case.page_size:
+        return inputs.k, inputs.v, None
+    count = case.batch * case.seqlen_k // case.page_size
+    order = torch.randperm(count, device=case.device, generator=torch.Generator(case.device).manual_seed(0))
+    pages = []
+    for x in (inputs.k, inputs.v):
+        cache = torch.empty(count, case.page_size, *x.shape[2:], dtype=x.dtype, device=x.device)
+        cache[order] = x.reshape(cache.shape)
+        pages.append(cache)
+    return pages[0], pages[1], order.to(torch.int32).view(case.batch, -1)
 
 
 def _hidden(case: Case, inputs: Inputs) -> Tensor | None:
@@ -142,11 +180,15 @@ def _hidden(case: Case, inputs: Inputs) -> Tensor | None:
     if inputs.seqused_k is not None:
         beyond = key >= inputs.seqused_k[:, None, None, None]
         hidden = beyond if hidden is None else hidden | beyond
+    if case.mask:
+        unseen = ~case_mask(case.mask, case.seqlen_q, case.device).function(0, 0, torch.arange(case.seqlen_q, device=device)[:, None], key)
+        hidden = unseen if hidden is None else hidden | unseen
     return hidden
 
 
 def _eager(case: Case, inputs: Inputs) -> Prepared:
     """Unfused attention in the inputs' dtype, as a careful user writes it: few passes, in place where autograd allows."""
+    _refuse(case, pages=case.page_size > 0)
     hidden = _hidden(case, inputs)
     scale, group = case.head_dim**-0.5, case.heads // case.kv_heads
 
@@ -172,7 +214,8 @@ def _eager(case: Case, inputs: Inputs) -> Prepared:
 def _sdpa(backend: SDPBackend) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         uneven = case.causal and case.seqlen_q != case.seqlen_k
-        _refuse(case, window=case.window != (-1, -1), softcap=case.softcap > 0, bottom_right_causal=uneven)
+        other = dict(pages=case.page_size > 0, mask=bool(case.mask))
+        _refuse(case, window=case.window != (-1, -1), softcap=case.softcap > 0, bottom_right_causal=uneven, **other)
         hidden = _hidden(case, inputs) if case.padded else None
         options: dict[str, Any] = dict(is_causal=case.causal and hidden is None, enable_gqa=case.heads != case.kv_heads)
 
@@ -188,6 +231,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Case, Inputs], Prepared]:
 
 def _flex(case: Case, inputs: Inputs) -> Prepared:
     """FlexAttention, compiled for this case alone: static shapes, a fresh compiler state, and no eager run in its place."""
+    _refuse(case, pages=case.page_size > 0)
     import torch._dynamo
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -198,8 +242,10 @@ def _flex(case: Case, inputs: Inputs) -> Prepared:
     shift, lengths = case.seqlen_k - case.seqlen_q, inputs.seqused_k
     left, right = case.window[0], 0 if case.causal else case.window[1]
 
+    given = case_mask(case.mask, case.seqlen_q, case.device).function if case.mask else None
+
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        visible = j >= 0
+        visible = j >= 0 if given is None else given(b, h, i, j)
         if left >= 0:
             visible = visible & (j >= i + shift - left)
         if right >= 0:
@@ -209,7 +255,7 @@ def _flex(case: Case, inputs: Inputs) -> Prepared:
         return visible
 
     block_mask = None
-    if left >= 0 or right >= 0 or lengths is not None:
+    if left >= 0 or right >= 0 or lengths is not None or given is not None:
         batch = case.batch if lengths is not None else None
         block_mask = create_block_mask(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=case.device)
 
@@ -238,11 +284,15 @@ def _flex(case: Case, inputs: Inputs) -> Prepared:
 # -------------------------------------------------------------------------------------------------------------- installed peers
 
 
-def _flash(function: Callable[..., Any], unlimited: int | None, softcap: bool = True) -> Callable[[Case, Inputs], Prepared]:
-    """The call that FlashAttention 2, 3 and 4 share; `unlimited` is what each takes for no limit of a window."""
+def _flash(
+    function: Callable[..., Any], unlimited: int | None, softcap: bool = True, with_cache: Callable[..., Any] | None = None
+) -> Callable[[Case, Inputs], Prepared]:
+    """The call that FlashAttention 2, 3 and 4 share; `unlimited` is what each takes for no limit of a window. `with_cache` is the call over
+    a cache of those that have one."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
-        _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", softcap=case.softcap > 0 and not softcap)
+        capped = case.softcap > 0 and not softcap
+        _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", softcap=capped, mask=bool(case.mask))
         options: dict[str, Any] = dict(causal=case.causal)
         left, right = case.window
         if (left, right) != (-1, -1):
@@ -250,6 +300,17 @@ def _flash(function: Callable[..., Any], unlimited: int | None, softcap: bool = 
             options["window_size"] = tuple(unlimited if side < 0 else side for side in (left, right))
         if case.softcap:
             options["softcap"] = case.softcap
+        if case.cached and with_cache is not None:
+            k_cache, v_cache, table = in_pages(case, inputs)
+            used = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=case.device)
+            options |= dict(cache_seqlens=used) | ({} if table is None else {"page_table": table})
+
+            def read(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+                out = with_cache(q, k_cache, v_cache, **options)
+                return out[0] if isinstance(out, tuple) else out
+
+            return Prepared(read)
+        _refuse(case, pages=case.page_size > 0)
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
             out = function(q, k, v, **options)
@@ -263,7 +324,8 @@ def _flash(function: Callable[..., Any], unlimited: int | None, softcap: bool = 
 def _xformers(function: Callable[..., Tensor], causal_mask: type) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         other = case.window != (-1, -1) or case.padded or case.softcap > 0
-        _refuse(case, gqa=case.heads != case.kv_heads, window_padding_or_softcap=other, bias=case.bias is not None)
+        kinds = dict(mask=bool(case.mask), cache=case.cached)
+        _refuse(case, gqa=case.heads != case.kv_heads, window_padding_or_softcap=other, bias=case.bias is not None, **kinds)
         mask = causal_mask() if case.causal else None
         return Prepared(lambda q, k, v, bias=None: function(q, k, v, attn_bias=mask))
 
@@ -273,7 +335,8 @@ def _xformers(function: Callable[..., Tensor], causal_mask: type) -> Callable[[C
 def _flashinfer(module: Any) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         bounded = case.window[1] >= 0 and not case.causal
-        _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", right_window=bounded)
+        kinds = dict(fp32=case.dtype == "fp32", mask=bool(case.mask), cache=case.cached)
+        _refuse(case, bias=case.bias is not None, padding=case.padded, right_window=bounded, **kinds)
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device=case.device)
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         starts = [torch.arange(case.batch + 1, dtype=torch.int32, device=case.device) * length for length in (case.seqlen_q, case.seqlen_k)]
@@ -307,10 +370,10 @@ def _load(provider: str) -> Provider:
     if provider == "fa3":
         try:
             full = importlib.import_module("flash_attn_interface")
-            return Provider("fa3", _flash(full.flash_attn_func, -1))
+            return Provider("fa3", _flash(full.flash_attn_func, -1, with_cache=full.flash_attn_with_kvcache))
         except ImportError:
             forward = importlib.import_module("fa3_fwd_interface")
-            return Provider("fa3", _flash(forward.flash_attn_func, -1), backward=False)
+            return Provider("fa3", _flash(forward.flash_attn_func, -1, with_cache=forward.flash_attn_with_kvcache), backward=False)
     if provider == "fa4":
         return Provider("fa4", _flash(importlib.import_module("flash_attn.cute").flash_attn_func, None))
     if provider == "xformers":

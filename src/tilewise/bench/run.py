@@ -173,6 +173,8 @@ class Benchmark:
             "kv_heads": case.kv_heads,
             "causal": case.causal,
             "window": list(case.window),
+            "mask": case.mask,
+            "density": case.density,
             "softcap": case.softcap,
             "dtype": case.dtype,
             "pass": pass_,

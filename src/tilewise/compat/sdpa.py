@@ -36,11 +36,11 @@ def scaled_dot_product_attention(
         enable_gqa: Hq may be a multiple of H: query head h reads key head ``h // (Hq // H)``.
 
     Returns:
-        ``(..., Hq, L, Ev)``, contiguous.
+        ``(..., Hq, L, Ev)``.
 
     Raises:
         ValueError: shapes that do not fit. TypeError: a wrong dtype. UnsupportedAttention: a combination that cannot be served, such as a
-        mask that varies along dimensions which are neither outer nor inner, so that it would have to be copied.
+        mask of rank 5 whose strides would make it be copied.
 
     Example:
         >>> q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
@@ -60,22 +60,22 @@ def scaled_dot_product_attention(
             k, v = k[..., :num_queries, :], v[..., :num_queries, :]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :num_queries]
         window_right = max(num_queries - num_keys, 0)  # j <= i, counted from p = i + num_keys - num_queries
-    given_rank = max(x.ndim for x in inputs.values())
-    leading = q.shape[max(4 - given_rank, 0) : -2]
-    q, k, v, mask = _rank_four(q, k, v, mask)
+    leading = q.shape[max(4 - max(x.ndim for x in inputs.values()), 0) : -2]
+    folding = _Folding(q, mask)
+    q, k, v = folding.fold(q), folding.fold(k), folding.fold(v)
     boolean = mask is not None and mask.dtype == torch.bool
     out = attention(
         q,
         k,
         v,
         window_size=(-1, window_right),
-        mask=mask if boolean else None,
-        bias=None if boolean else mask,
+        mask=folding.mask if boolean else None,
+        bias=None if boolean else folding.mask,
         softmax_scale=scale,
         dropout_p=dropout_p,
         layout="bhsd",
     )
-    return out.reshape(*leading, *out.shape[2:])
+    return folding.unfold(out).reshape(*leading, *out.shape[2:])
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,38 +103,49 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     return q, k.expand(*leading, kv_heads, *k.shape[-2:]), v.expand(*leading, kv_heads, *v.shape[-2:])
 
 
-def _rank_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The leading dimensions gathered into a batch and, where the mask asks for it, further ones into the heads.
+class _Folding:
+    """Leading dimensions folded into a batch and, together with the heads, into more heads, so that the mask is read in place.
 
-    A mask of rank 5 or more can be read in place when the dimensions that it varies along can be cut in two runs, each wholly broadcast
-    or wholly present. Head h of group g then reads key head h // group as before, since groups stay together.
+    A mask of rank 4 varies along the batch or not, and along the heads or not. So the dimensions along which a mask of higher rank varies
+    as it does along the heads join the heads, the others the batch. Head h of group g reads key head h // group in either case.
     """
-    if mask is None or (q.ndim == 4 and mask.ndim <= 4):
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-        return q, k, v, mask
-    sizes = q.shape[:-2]
-    given = tuple(mask.shape)
-    shape = (1,) * (q.ndim - mask.ndim) + given
-    if len(shape) > q.ndim or any(have not in (1, want) for have, want in zip(shape, sizes, strict=False)):
-        raise ValueError(f"attn_mask has shape {given}, which does not broadcast to (..., Hq, L, S) with leading {tuple(sizes)}")
-    for cut in range(len(sizes) - 1, -1, -1):
-        outer, inner = _gathered(shape[:cut], sizes[:cut]), _gathered(shape[cut:-2], sizes[cut:])
-        if outer is None or inner is None:
-            continue
+
+    def __init__(self, q: Tensor, mask: Tensor | None) -> None:
+        self.sizes = q.shape[:-3]
+        self.outer, self.inner = list(range(len(self.sizes))), []
+        self.mask = mask
+        if mask is None or (q.ndim == 4 and mask.ndim <= 4):
+            return
+        given, rank = tuple(mask.shape), q.ndim
+        wanted = (*q.shape[:-2], *mask.shape[-2:])
+        mask = mask[(None,) * (rank - mask.ndim)]
+        if mask.ndim > rank or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)):
+            raise ValueError(f"attn_mask has shape {given}, which does not broadcast to (..., Hq, L, S) with leading {wanted[:-2]}")
+        for dim in range(rank - 2):
+            if mask.stride(dim) == 0:  # expanded by the caller
+                mask = mask.narrow(dim, 0, 1)
+        varies = [size != 1 for size in mask.shape[:-2]]
+        self.inner = [dim for dim in self.outer if varies[dim] == varies[-1]]
+        self.outer = [dim for dim in self.outer if varies[dim] != varies[-1]]
+        mask = mask.permute(*self.outer, *self.inner, rank - 3, rank - 2, rank - 1)
+        cut = len(self.outer)
         try:
-            mask = mask.view(outer, inner, *shape[-2:])
-        except RuntimeError:  # its strides do not let these dimensions be one
-            continue
-        q, k, v = (x.reshape(x.shape[:cut].numel(), -1, *x.shape[-2:]) for x in (q, k, v))
-        return q, k, v, mask
-    raise UnsupportedAttention(
-        f"attn_mask has shape {given} and strides {mask.stride()} for leading dimensions {tuple(sizes)}: these cannot be read as a batch and "
-        "heads, so it would have to be copied. Pass it contiguous and in full shape, or reorder the leading dimensions"
-    )
+            self.mask = mask.view(mask.shape[:cut].numel(), mask.shape[cut:-2].numel(), *mask.shape[-2:])
+        except RuntimeError:
+            raise UnsupportedAttention(
+                f"attn_mask has shape {given} and strides that do not let its leading dimensions be read as a batch and heads, so it would "
+                "have to be copied; pass attn_mask.contiguous()"
+            ) from None
 
+    def fold(self, x: Tensor) -> Tensor:
+        rank, cut = x.ndim, len(self.outer)
+        x = x.permute(*self.outer, *self.inner, rank - 3, rank - 2, rank - 1)
+        return x.reshape(x.shape[:cut].numel(), x.shape[cut:-2].numel(), *x.shape[-2:])
 
-def _gathered(mask_sizes: tuple[int, ...], sizes: torch.Size) -> int | None:
-    """The size of a run of mask dimensions as one: 1 or the whole product; None where the run mixes both."""
-    if all(size == 1 for size in mask_sizes):
-        return 1
-    return sizes.numel() if mask_sizes == tuple(sizes) else None
+    def unfold(self, out: Tensor) -> Tensor:
+        order = self.outer + self.inner
+        if order == sorted(order):
+            return out
+        rank = len(order)
+        out = out.view(*(self.sizes[dim] for dim in order), -1, *out.shape[-2:])
+        return out.permute(*(order.index(dim) for dim in range(rank)), rank, rank + 1, rank + 2)

@@ -5,8 +5,8 @@
     tilewise_transformers.register()
     model = AutoModel.from_pretrained(path, attn_implementation="tilewise")
 
-Masks are built by the library's own boolean builder, the one that its `sdpa` implementation uses, so padding, packing and windows mean
-what they mean there. A query that sees no key (left padding) gives zeros.
+Attention and masks are both registered: causal order, windows, padding, packed sequences and caches reach the kernels as rules
+(`transformers_masks.py`), softcap, sinks and position biases as what they are. A query that sees no key (left padding) gives zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from tilewise.api import attention
 from tilewise.errors import UnsupportedAttention
+from tilewise.varlen import attention_varlen
+
+from .transformers_masks import RuleMask, build_mask
 
 NAME = "tilewise"
 
@@ -29,13 +32,12 @@ def register() -> None:
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
             "tilewise.integrations.transformers needs transformers 5: install it with `pip install 'tilewise[transformers]'`"
         ) from error
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, build_mask)
 
 
 def attention_forward(
@@ -43,7 +45,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | RuleMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -51,64 +53,72 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as `transformers` calls it.
 
-    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); attention_mask is boolean (True = visible) or a floating bias, with
-    at least Sk columns; position_bias is added to the scores; s_aux (Hq,) holds the logits of learnable sinks. Returns
-    ((B, Sq, Hq, Dv), None), as the probabilities never exist. Raises UnsupportedAttention for what the call cannot express.
+    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); attention_mask is what `build_mask` made, or boolean (True = visible)
+    or a floating bias with at least Sk columns; position_bias is added to the scores; s_aux (Hq,) holds the logits of learnable sinks;
+    cu_seq_lens_* (sequences + 1,) are the offsets of packed sequences, which then share one row. Returns ((B, Sq, Hq, Dv), None), as the
+    probabilities never exist. Raises UnsupportedAttention for what the call cannot express.
     """
     _refuse(attention_mask, kwargs)
-    num_queries = query.shape[2]
-    causal_module = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # The builder returns no mask in two cases: every key is visible, or causal order alone decides. A single query is the newest token.
-    causal = bool(causal_module) and attention_mask is None and num_queries > 1
-    if causal and key.shape[2] > num_queries:
-        # An empty preallocated cache is being filled: the slots after the queries hold nothing yet.
-        key, value = key[:, :, :num_queries], value[:, :, :num_queries]
-        position_bias = None if position_bias is None else position_bias[..., :num_queries]
-    num_keys = key.shape[2]
-
-    mask, bias = None, position_bias
-    if attention_mask is not None:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    offsets = None if cu_seq_lens_q is None or cu_seq_lens_k is None else (cu_seq_lens_q, cu_seq_lens_k)
+    rules: dict[str, Any] = {}
+    if isinstance(attention_mask, RuleMask):
+        rules = attention_mask.arguments()
+        offsets = None if attention_mask.documents is None or position_bias is not None else offsets or attention_mask.offsets
+    elif attention_mask is not None:
+        offsets = None  # the mask separates the sequences, and says more
         attention_mask = attention_mask[..., :num_keys]
-        if attention_mask.dtype == torch.bool:
-            mask = attention_mask
-        else:
-            bias = attention_mask if bias is None else bias + attention_mask
+        if attention_mask.stride(2) == 0:  # padding alone: one row serves every query
+            attention_mask = attention_mask[:, :, :1]
+        rules["mask" if attention_mask.dtype == torch.bool else "bias"] = attention_mask
+    else:
+        # The builder returns no mask in two cases: every key is visible, or causal order alone decides. A single query is the newest token.
+        ordered = causal and (num_queries > 1 or offsets is not None)
+        if ordered and offsets is None and num_keys > num_queries:
+            # An empty preallocated cache is being filled: the slots after the queries hold nothing yet.
+            num_keys = num_queries
+            key, value = key[:, :, :num_keys], value[:, :, :num_keys]
+            position_bias = None if position_bias is None else position_bias[..., :num_keys]
+        rules["window_size"] = (_left(sliding_window, causal, num_keys), 0 if ordered else -1)
 
-    window_size = (-1, -1)
-    if sliding_window is not None and attention_mask is None and num_keys > sliding_window:
-        if not causal_module:
-            raise UnsupportedAttention(
-                f"sliding_window={sliding_window} came without a mask to a layer that is not causal, and models differ in what it "
-                "means there; build the mask with transformers.masking_utils.create_bidirectional_sliding_window_mask"
-            )
-        window_size = (sliding_window - 1, -1)  # there the count includes the query's own key
+    if position_bias is not None:
+        if offsets is not None:
+            raise UnsupportedAttention("position_bias with cu_seq_lens_q: its rows count in the packed row, not in each sequence")
+        rules["bias"] = position_bias if rules.get("bias") is None else position_bias + rules["bias"]
+    rules |= dict(softmax_scale=scaling, softcap=softcap or 0.0, learnable_sink=s_aux, dropout_p=dropout)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if offsets is None:
+        return attention(q, k, v, **rules), None
+    rules = {name: value for name, value in rules.items() if name not in ("mask", "seqused_k")}  # the offsets say what these say
+    out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *offsets, **rules)
+    return out.view(*q.shape[:3], v.shape[3]), None
 
-    out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=causal,
-        window_size=window_size,
-        mask=mask,
-        bias=bias,
-        softmax_scale=scaling,
-        softcap=softcap or 0.0,
-        learnable_sink=s_aux,
-        dropout_p=dropout,
-    )
-    return out, None
+
+def _left(sliding_window: int | None, causal: bool, num_keys: int) -> int:
+    """How many keys before its own a query sees, in a call that came without a mask."""
+    if sliding_window is None or num_keys <= sliding_window:
+        return -1
+    if not causal:
+        raise UnsupportedAttention(
+            f"sliding_window={sliding_window} came without a mask to a layer that is not causal, and models differ in what it "
+            "means there; build the mask with transformers.masking_utils.create_bidirectional_sliding_window_mask"
+        )
+    return sliding_window - 1  # there the count includes the query's own key
 
 
 def _refuse(attention_mask: Any, kwargs: dict[str, Any]) -> None:
     """Raise for arguments that would otherwise be ignored."""
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+    if attention_mask is not None and not isinstance(attention_mask, (Tensor, RuleMask)):
         raise UnsupportedAttention(
             f"attention_mask is of type {type(attention_mask).__name__}; tilewise takes a boolean or floating tensor of shape "
-            "(B, 1 or Hq, Sq, Sk), which is what its registered mask builder returns"
+            "(B, 1 or Hq, Sq, Sk), or what its registered mask builder returns"
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedAttention(
@@ -117,9 +127,3 @@ def _refuse(attention_mask: Any, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("head_mask") is not None:
         raise UnsupportedAttention('head_mask is not supported; load the model with attn_implementation="eager" to use it')
-    lengths = kwargs.get("cu_seq_lens_q")
-    if lengths is not None and len(lengths) > 2 and attention_mask is None:
-        raise UnsupportedAttention(
-            f"cu_seq_lens_q packs {len(lengths) - 1} sequences, but no mask separates them; pass position_ids that start again at 0 "
-            "for each sequence, from which transformers builds that mask"
-        )

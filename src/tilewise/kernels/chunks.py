@@ -43,7 +43,7 @@ class Keys(NamedTuple):
         return self.runs[-1].stop
 
     @property
-    def count(self) -> int:
+    def width(self) -> int:
         return sum(run.stop - run.start for run in self.runs)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
@@ -58,6 +58,14 @@ class Keys(NamedTuple):
             width = run.stop - run.start
             yield run, slice(at, at + width)
             at += width
+
+
+class Place(NamedTuple):
+    """Where the call that is cut stands in the user's: its first batch item and query, as numbers or as tensors of one element."""
+
+    item: int | Tensor = 0
+    query: int | Tensor = 0
+    lengths: tuple[Tensor, Tensor] | None = None  # (1, 1, 1, 1): queries from `query` on, and keys, where the host must not read them
 
 
 @dataclass(slots=True)
@@ -77,6 +85,7 @@ class Chunk:
     host: bool  # the host may read values without waiting for a device
     tiles: TileSizes
     dtype: torch.dtype
+    place: Place
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -129,7 +138,7 @@ def host_reads(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def chunks(t: Operands, r: Rules, limit: TileSizes) -> Iterator[Chunk]:
+def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> Iterator[Chunk]:
     """Cuts batch and heads so that one step has about `limit.scores` scores."""
     batch, heads, seqlen_q, _ = t.q.shape
     kv_heads, seqlen_k = t.k.shape[1:3]
@@ -155,7 +164,7 @@ def chunks(t: Operands, r: Rules, limit: TileSizes) -> Iterator[Chunk]:
     by_head = (t.mask is not None and t.mask.shape[1] > 1) or (t.bias is not None and t.bias.shape[1] > 1)
     own_keys = group > 1 and (by_head or bool(r.score_mod) or bool(r.mask_mod))
     for b in pieces(0, batch, step_b):
-        len_q, len_k, lengths = seqlen_q, seqlen_k, None
+        len_q, len_k, lengths = seqlen_q, seqlen_k, place.lengths
         if ragged and host:
             len_q, len_k = (n if x is None else int(x[b.start]) for x, n in zip(used, (seqlen_q, seqlen_k), strict=True))
         elif ragged:
@@ -177,6 +186,7 @@ def chunks(t: Operands, r: Rules, limit: TileSizes) -> Iterator[Chunk]:
                 host=host,
                 tiles=TileSizes(block_m, block_n, limit.scores),
                 dtype=accumulator_dtype(t.q.dtype),
+                place=place,
             )
 
 
@@ -285,9 +295,9 @@ def indices(c: Chunk, i: slice, j: Keys) -> dict[str, Tensor]:
     """What a traced program reads: batch item, query head, query, key and position, each broadcasting to (B, H, M, N)."""
     rows = c.rows(i)
     return {
-        "b": c.arange(c.b).view(-1, 1, 1, 1),
+        "b": c.arange(c.b).view(-1, 1, 1, 1) + c.place.item,
         "h": c.arange(c.heads).view(1, -1, 1, 1),
-        "q_idx": rows,
+        "q_idx": rows + c.place.query,
         "kv_idx": c.columns(j),
         "p": rows + c.offset,
     }

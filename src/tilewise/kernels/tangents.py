@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import score_tangents
 from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, Tangents
-from .chunks import NEG_INF, Chunk, Keys, chunks, distances, indices, key_tiles, query_tiles
+from . import packed
+from .chunks import NEG_INF, Chunk, Keys, Place, chunks, distances, host_reads, indices, key_tiles, query_tiles
 from .tiled import add_to_keys, as_bits, dropout_bits, finite, load_keys, load_queries, probabilities, scores, tile_sizes
 
 
@@ -155,9 +156,23 @@ def probability_tile(tile: Tile, state: Rows) -> tuple[Tensor, Tensor]:
 
 def jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs) -> None:
     """Fills every buffer of `tangents` (its `out`, `lse`, `key_mass`, `entropy`) with the tangent of that output along `u`."""
-    if tangents.key_mass is not None:
-        tangents.key_mass.zero_()
-    for c in chunks(t, r, tile_sizes(t.q.device)):
+    if t.cu_seqlens_q is None:
+        if tangents.key_mass is not None:
+            tangents.key_mass.zero_()
+        jvp_chunks(t, r, u, saved, tangents, Place())
+        return
+    for x in (tangents.out, tangents.lse, tangents.key_mass, tangents.entropy):
+        if x is not None:
+            x.zero_()
+    for part in packed.parts(t, tile_sizes(t.q.device).block_m, host_reads(t.q.device)):
+        results = part.outputs(tangents)
+        jvp_chunks(part.operands, r, part.tangents(u), part.saved(saved), results, part.place)
+        part.put_outputs(results, tangents)
+
+
+def jvp_chunks(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs, place: Place) -> None:
+    """Fills `tangents`, but for key_mass, which is summed over queries: adds to that."""
+    for c in chunks(t, r, tile_sizes(t.q.device), place):
         for i in query_tiles(c):
             jvp_tile(c, i, u, saved, tangents)
         rest = slice(c.len_q, t.q.shape[2])
@@ -204,11 +219,30 @@ def backward_jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, cot: Cotangen
 
     The operands move along `u` and the outputs' gradients `cot` along `tcot`. Sums run in one fixed order: the same bits on every run.
     """
-    nobody = (tangents.dk, tangents.dv) if t.q.numel() == 0 else ()  # without query heads no chunk writes these
-    for x in (tangents.dbias, tangents.dalibi_slopes, tangents.dsink, *tangents.dcaptured, *nobody):
+    # Without query heads no chunk writes dk and dv; of packed sequences, none writes rows that belong to nobody.
+    untouched = (tangents.dq, tangents.dk, tangents.dv) if t.q.numel() == 0 or t.cu_seqlens_q is not None else ()
+    for x in (tangents.dbias, tangents.dalibi_slopes, tangents.dsink, *tangents.dcaptured, *untouched):
         if x is not None:
             x.zero_()
-    for c in chunks(t, r, tile_sizes(t.q.device)):
+    if t.cu_seqlens_q is None:
+        backward_jvp_chunks(t, r, u, saved, cot, tcot, tangents, Place())
+        return
+    host = host_reads(t.q.device)
+    totals = tangents if host else packed.wide(tangents, t.q.dtype)
+    for part in packed.parts(t, tile_sizes(t.q.device).block_m, host):
+        results, own = part.gradients(totals), (part.saved(saved), part.cotangents(cot), part.cotangents(tcot))
+        backward_jvp_chunks(part.operands, r, part.tangents(u), *own, results, part.place)
+        part.put_gradients(results, totals)
+    for x, total in ((tangents.dk, totals.dk), (tangents.dv, totals.dv)):
+        if x is not None and total is not None and x is not total:
+            x.copy_(total)
+
+
+def backward_jvp_chunks(
+    t: Operands, r: Rules, u: Tangents, saved: Saved, cot: Cotangents, tcot: Cotangents, tangents: Gradients, place: Place
+) -> None:
+    """Fills the tangents of dq, dk and dv, and adds to those of the parameters' gradients."""
+    for c in chunks(t, r, tile_sizes(t.q.device), place):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         wanted = (tangents.dk, tangents.dv)
         totals = [None if x is None else torch.zeros(*kv_rows, x.shape[3], dtype=c.dtype, device=x.device) for x in wanted]

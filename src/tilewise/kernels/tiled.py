@@ -13,7 +13,22 @@ import torch
 from torch import Tensor
 
 from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
-from .chunks import NEG_INF, Chunk, Keys, TileSizes, chunks, distances, host_reads, indices, key_tiles, pieces, program, query_tiles
+from . import packed
+from .chunks import (
+    NEG_INF,
+    Chunk,
+    Keys,
+    Place,
+    TileSizes,
+    chunks,
+    distances,
+    host_reads,
+    indices,
+    key_tiles,
+    pieces,
+    program,
+    query_tiles,
+)
 from .philox import keep_mask
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -43,7 +58,7 @@ def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
     if len(j.runs) == 1:
         tile = own[:, :, j.runs[0]].to(c.dtype)
     else:
-        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.count, own.shape[3])
+        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.width, own.shape[3])
         for run, span in j.spans():
             tile[:, :, span] = own[:, :, run]
     if c.own_keys:
@@ -151,7 +166,19 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
         out.max_logits.fill_(NEG_INF)
     if out.key_mass is not None:
         out.key_mass.zero_()
-    for c in chunks(t, r, tile_sizes(t.q.device)):
+    if t.cu_seqlens_q is None:
+        forward_chunks(t, r, out, Place())
+        return
+    packed.blank(t, out)
+    for part in packed.parts(t, tile_sizes(t.q.device).block_m, host_reads(t.q.device)):
+        results = part.outputs(out)
+        forward_chunks(part.operands, r, results, part.place)
+        part.put_outputs(results, out)
+
+
+def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
+    """Fills `out`, but for what is summed over queries or batch items: adds to that."""
+    for c in chunks(t, r, tile_sizes(t.q.device), place):
         for i in query_tiles(c):
             forward_tile(c, i, out)
         rest = slice(c.len_q, t.q.shape[2])
@@ -235,11 +262,28 @@ def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) 
 
 def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
     """Fills every buffer of `grads` that is not None: see `plan.Gradients`. Sums run in one fixed order: the same bits on every run."""
-    nobody = (grads.dk, grads.dv) if t.q.numel() == 0 else ()  # without query heads no chunk writes these
-    for x in (grads.dbias, grads.dalibi_slopes, grads.dsink, *grads.dcaptured, *nobody):
+    # Without query heads no chunk writes dk and dv; of packed sequences, none writes rows that belong to nobody.
+    untouched = (grads.dq, grads.dk, grads.dv) if t.q.numel() == 0 or t.cu_seqlens_q is not None else ()
+    for x in (grads.dbias, grads.dalibi_slopes, grads.dsink, *grads.dcaptured, *untouched):
         if x is not None:
             x.zero_()
-    for c in chunks(t, r, tile_sizes(t.q.device)):
+    if t.cu_seqlens_q is None:
+        backward_chunks(t, r, saved, cot, grads, Place())
+        return
+    host = host_reads(t.q.device)
+    totals = grads if host else packed.wide(grads, t.q.dtype)
+    for part in packed.parts(t, tile_sizes(t.q.device).block_m, host):
+        results = part.gradients(totals)
+        backward_chunks(part.operands, r, part.saved(saved), part.cotangents(cot), results, part.place)
+        part.put_gradients(results, totals)
+    for grad, total in ((grads.dk, totals.dk), (grads.dv, totals.dv)):
+        if grad is not None and total is not None and grad is not total:
+            grad.copy_(total)
+
+
+def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients, place: Place) -> None:
+    """Fills dq, dk and dv, and adds to the gradients of parameters."""
+    for c in chunks(t, r, tile_sizes(t.q.device), place):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
         for i in query_tiles(c):

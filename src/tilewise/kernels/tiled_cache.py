@@ -79,11 +79,11 @@ def attend_tile(
     o = grouped.new_zeros(kv_heads, group * count, head_dim_v)
     begin, end = key_range(r, first, count, stored, leftpad, t.capacity)
     for j0 in range(begin // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
-        j = torch.arange(j0, min(j0 + TILE_KEYS, t.capacity), device=device)
+        j = torch.arange(j0, min(j0 + TILE_KEYS, end), device=device)
         hidden = hidden_from(t, r, b, p, j, start, stored, leftpad)  # (Hq or 1, M or 1, N)
         of_keys = hidden.all(1).expand(heads, -1).view(kv_heads, group, -1).all(1)[..., None]  # (Hk, N, 1)
         keys = fetch(t, t.k_cache, b, j0, len(j)).to(dtype).masked_fill(of_keys, 0.0)
-        s = torch.bmm(grouped, keys.mT)  # (Hk, G M, N)
+        s = torch.bmm(grouped, keys.mT, out=grouped.new_empty(kv_heads, group * count, len(j)))  # out=: autocast leaves it alone
         if r.softcap > 0:
             s.div_(r.softcap).tanh_().mul_(r.softcap)
         tile = s.view(heads, count, len(j))

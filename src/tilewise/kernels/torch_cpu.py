@@ -32,6 +32,7 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
         "a score function": bool(r.score_mod),
         "ALiBi": t.alibi_slopes is not None,
         "a sink": t.sink is not None,
+        "packed sequences": t.cu_seqlens_q is not None,
         "lengths": t.seqused_q is not None or t.seqused_k is not None,
         "softcap": r.softcap > 0,
         "dropout keyed by position": r.dropout_p > 0,

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..api import Aux, _autocast, _aux_names, _finite, _tighter
 from ..checks import check_window, typed
 from ..errors import UnsupportedAttention
-from ..expressions import same_device
-from ..mask_base import traced
+from ..expressions import Graph, Tracing, same_device
+from ..mask_base import Pair
 from ..masks import And, Mask, conjuncts
+from ..score_mod import program_text
 from . import checks, ops
 from .checks import CacheSizes
 
@@ -220,5 +221,8 @@ def _lower(mask: Any, sizes: CacheSizes) -> tuple[int, int, str, list[Tensor]]:
     rule = rest[0]
     for part in rest[1:]:
         rule = And(rule, part)
-    text, captured = traced(rule, sizes.capacity, sizes.capacity, sizes.device)
-    return left, right, text, captured
+    graph = Graph(sizes.device)
+    with Tracing():
+        b, h, p, kv_idx = [graph.var(name) for name in ("b", "h", "p", "kv_idx")]
+        visible = graph.lift(rule.predicate(Pair(b, h, p, kv_idx, p, sizes.capacity, sizes.capacity)))
+    return left, right, *program_text(visible)

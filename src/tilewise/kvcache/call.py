@@ -56,7 +56,7 @@ class CacheRules:
     rotary_interleaved: bool = True
     num_splits: int = 0  # 0: chosen
     batch_invariant: bool = False
-    mask_mod: str = ""  # text of a traced program, where q_idx is the position p; "": none
+    mask_mod: str = ""  # text of a traced program over b, h, p and kv_idx; "": none
     allow_tf32: bool = False
 
 

@@ -95,7 +95,7 @@ def _attention_cached(
     )  # fmt: skip
     r = CacheRules(
         softmax_scale, softcap, window_left, window_right, appended, max_seqlen_q or q.shape[1], rotary_interleaved, num_splits,
-        batch_invariant, mask_mod, float32_precision_allows_tf32(),
+        batch_invariant, mask_mod, q.dtype == torch.float32 and float32_precision_allows_tf32(),
     )  # fmt: skip
     if lse.numel():
         backend(t, r).attention(t, r, out, lse)

@@ -111,7 +111,7 @@ def density(plt: Any, rows: list[Row]) -> Any:
     axis.plot(x, [row["counted_bytes"] / full["counted_bytes"] for row in counted], marker, color=colour, label="bytes counted")
     timed = [row for row in of(rows, "density") if row.get("ms")]
     if timed:
-        longest, device = max(timed, key=lambda row: row["density"])["ms"], timed[0]["device"]
+        longest, device = max(timed, key=lambda row: row["density"])["ms"], f"{timed[0]['device']}, N = {timed[0]['seqlen']}"
         x, y = [row["density"] for row in timed], [row["ms"] / longest for row in timed]
         axis.plot(x, y, "s-", color="#0072B2", label=f"time, {device}")
     axis.plot([0, 1], [0, 1], "--", color="#888888", label="proportional")
@@ -219,7 +219,7 @@ def speed(plt: Any, rows: list[Row]) -> Any:
         _log_axes(axis, sorted({row["seqlen"] for row in chosen}), "N")
         axis.set_yscale("linear")
         axis.set(title=f"forward, d = {d}, {chosen[0]['device']}", ylabel="TFLOP/s")
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)  # off the lines
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs (sm_90): TMA, wgmma and warp specialisation, written in Gluon. Forward only.
+"""Attention on Hopper GPUs (sm_90): TMA, wgmma and warp specialisation, written in Gluon.
 
 `why_not` says what these kernels cannot serve; such a call goes to the portable Triton kernels, with the same meaning.
 """
@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...plan import Operands, Outputs, Request, Rules, Target
+    from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
 
 HEAD_DIM_LIMIT = 256
 
@@ -36,12 +36,12 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
     missing = _gluon_missing()
     if missing is not None:
         return missing
-    if request.backward:
-        return "it has no backward pass"
-    return _unserved_rule(t, r, request) or _unserved_tensor(t, request)
+    return _unserved_rule(t, r, request) or _unserved_tensor(t, request) or (_unserved_gradient(t, request) if request.backward else None)
 
 
 def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
+    if t.cu_seqlens_q is not None:
+        return "it does not read packed sequences"
     if t.bias is not None:
         return "it does not read a bias"
     if t.mask is not None:
@@ -74,6 +74,14 @@ def _unserved_tensor(t: Operands, request: Request) -> str | None:
     return None
 
 
+def _unserved_gradient(t: Operands, request: Request) -> str | None:
+    if -(-t.q.shape[2] // 128) * 128 * t.q.shape[0] * t.q.shape[1] >= 1 << 31:
+        return "its backward pass counts the queries of all heads in 32 bits"
+    if request.needs and not ("q" in request.needs and request.needs & {"k", "v"}):
+        return "its backward pass computes the gradients of q, k and v together, and not all are asked for"
+    return None
+
+
 def tma_refusal(x: Tensor) -> str | None:
     """Why TMA cannot address a (B, H, S, D) view, or None."""
     *strides, inner = x.stride()
@@ -90,6 +98,12 @@ def tma_refusal(x: Tensor) -> str | None:
 
 def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     """The tile that would serve a call, for people."""
+    if request.backward:
+        from .backward_launch import variant_of, workspace_bytes
+
+        v = variant_of(t, r, "alibi_slopes" in request.needs)
+        tiles = f"tiles of {v.block_m} x {v.block_n}, 2 consumer warp groups, a loading and an adding warp, {v.stages} stages"
+        return f"{tiles}, {workspace_bytes(t, r) / 2**20:.1f} MiB of workspace"
     from .configs import ROWS
     from .launch import tile_of
 
@@ -122,3 +136,17 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
     else:
         with torch.cuda.device(t.q.device):
             launch.launch(t, r, out)
+
+
+def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
+    """Fill the gradients that are not None, on the current stream of t.q's device. `why_not` must have said None.
+
+    Method: FlashAttention's backward pass (Dao 2023, section 3.1.2) as laid out for Hopper by Shah et al. 2024; see docs/hopper-backward.md.
+    """
+    from . import backward_launch
+
+    if torch.cuda.current_device() == t.q.device.index:
+        backward_launch.launch(t, r, saved, cot, grads)
+    else:
+        with torch.cuda.device(t.q.device):
+            backward_launch.launch(t, r, saved, cot, grads)

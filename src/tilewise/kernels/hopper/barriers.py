@@ -24,6 +24,12 @@ def pinned(x):
 
 
 @jit
+def settled(x):
+    """x (float32), in registers that no wgmma has written: reading one that a wgmma wrote makes ptxas wait for all that run."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@jit
 def shared_address(offset: gl.constexpr, anchor):
     """Address of the byte `offset` of the CTA's shared memory. `anchor` is any int32 scalar."""
     start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [anchor], dtype=gl.int32, is_pure=True, pack=1)
@@ -126,6 +132,48 @@ def arrive_if(barrier, thread, condition):
         "{ .reg .pred p; setp.eq.s32 p, $2, 0; setp.ne.and.s32 p, $3, 0, p; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
         "=r,r,r,r",
         [barrier, thread, condition],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def arrive_each_warp(barrier):
+    """One arrival a warp, behind plain stores to shared memory that TMA is about to read (or behind its having read them)."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; "
+        "setp.eq.u32 p, l, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
+        "=r,r",
+        [barrier],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def await_turn(turn_ptr, turn):
+    """One warp: until the int32 in global memory says `turn`. What was added before it said so is seen, also by TMA."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 v; AGAIN: ld.acquire.gpu.global.u32 v, [$1]; setp.eq.u32 p, v, $2; @!p bra.uni AGAIN; "
+        "bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [turn_ptr, turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def give_turn(turn_ptr, anchor):
+    """One warp: wait until its TMA additions are done in global memory, then let the next one in."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; "
+        "setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, $2; }",
+        "=r,l,r",
+        [turn_ptr, anchor],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

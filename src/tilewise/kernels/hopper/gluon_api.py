@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,12 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate
 
+from ..kernel_cache import prepare
+
 __all__ = [
     "BarrierLayout",
     "Descriptor",
     "aggregate",
     "barrier_init",
     "barrier_invalidate",
+    "block_barrier",
     "compile_kernel",
     "constexpr_function",
     "descriptor_type",
@@ -42,12 +46,15 @@ __all__ = [
     "reinterpret",
     "shared_layout",
     "tma_load",
+    "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
     "warp_specialize",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+prepare()
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function
@@ -61,6 +68,17 @@ descriptor_type = tma.tensor_descriptor
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to global memory, element by element and atomically; in the background, like `tma_store`."""
+    if hasattr(tma, "async_atomic_add"):
+        tma.async_atomic_add(desc, coord, src, _semantic=_semantic)
+    else:  # 3.6 has the operation, but no function that emits it
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @builtin

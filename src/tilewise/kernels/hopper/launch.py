@@ -25,6 +25,11 @@ LOG2_E = 1.4426950408889634
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
+def element_type(dtype: torch.dtype) -> str:
+    """Triton's name of a dtype."""
+    return _DTYPES[dtype]
+
+
 @dataclass(slots=True)
 class Program:
     """A compiled variant and what its launches share."""
@@ -64,12 +69,23 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
     return {name: special.get(name, "i32") for name in attention_forward.arg_names}
 
 
-def addresses_in(ptx: str, variant: Variant) -> Addresses:
-    """Where the compiler placed the barriers and, for a variant with key lengths, the V tiles."""
+def _barrier_offsets(ptx: str) -> dict[int, list[int]]:
+    """Offsets in shared memory of the barriers that a kernel initialises, by their count of arrivals."""
     found: dict[int, list[int]] = {}
     for register, count in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (\d+);", ptx):
         sums = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
         found.setdefault(int(count), []).extend(int(x) for x in sums)
+    return found
+
+
+def barrier_address(ptx: str) -> int:
+    """Where the compiler placed the first barrier."""
+    return min(x for offsets in _barrier_offsets(ptx).values() for x in offsets)
+
+
+def addresses_in(ptx: str, variant: Variant) -> Addresses:
+    """Where the compiler placed the barriers and, for a variant with key lengths, the V tiles."""
+    found = _barrier_offsets(ptx)
     marks = found.pop(V_MARK.value, [0])
     return Addresses(min(x for offsets in found.values() for x in offsets), marks[0])
 

@@ -13,6 +13,7 @@ from .bias_gradient import launch_bias_gradient
 from .dkdv import launch_dkdv
 from .dq import launch_dq
 from .launch import Launch, alignment
+from .packed import by_place, by_sequence, sequence_records
 from .row_terms import row_terms_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
         bias_rows = saved.lse.new_empty(batch, heads, size_q, 1)
     elif dbias is not None and dbias.shape[2] == 1:
         bias_cols = saved.lse.new_empty(batch, heads, 1, size_k)
-    elif dbias is not None and dbias.shape[:2] == (batch, heads):
+    elif dbias is not None and dbias.shape[:2] == (call.items, heads):
         bias_tiles = dbias.zero_()  # tiles that nothing sees are not visited
 
     with call.device_guard():
@@ -51,13 +52,24 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
                 x.zero_()
         if any(x is not None for x in (grads.dq, bias_rows, slope_rows, bias_tiles, *grads.dcaptured)):
             launch_dq(call, t, dout, rows, grads.dq, bias_rows, slope_rows, bias_tiles, grads.dcaptured)
+        sequences = None if dbias is None and slope_rows is None else sequence_records(call)
         if dbias is not None and all(x is None for x in (bias_rows, bias_cols, bias_tiles)):
-            launch_bias_gradient(call, t, dout, rows, dbias)
+            launch_bias_gradient(call, t, dout, rows, dbias, sequences)
         for partial in (bias_rows, bias_cols):
             if dbias is not None and partial is not None:
-                reduce_into(dbias, partial)
+                reduce_into(dbias, partial if sequences is None else unpacked(partial, sequences, dbias))
         if grads.dalibi_slopes is not None and slope_rows is not None:
-            reduce_into(grads.dalibi_slopes, slope_rows.sum(2))
+            reduce_into(grads.dalibi_slopes, slope_rows.sum(2) if sequences is None else by_sequence(slope_rows, sequences))
+
+
+def unpacked(partial: Tensor, sequences: Tensor, dbias: Tensor) -> Tensor:
+    """Sums over packed queries (1, H, total, 1), or keys (1, H, 1, total), with a row for each item and place that `dbias` tells apart."""
+    groups, _, size_q, size_k = dbias.shape
+    if size_k > 1:
+        return by_place(partial[:, :, 0], sequences, groups, size_k, keys=True)[:, :, None]
+    if size_q > 1:
+        return by_place(partial[..., 0], sequences, groups, size_q, keys=False)[..., None]
+    return by_sequence(partial[..., 0], sequences)[..., None, None]
 
 
 def reduce_into(target: Tensor, partial: Tensor) -> None:

@@ -11,7 +11,7 @@ from . import configs
 from .configs import DBIAS
 from .launch import RUNTIME, Launch, alignment, matrix_strides, run, strides
 from .row_terms import RowTerms
-from .tiles import ROW_BLOCK, head_of, key_tile_range, load_tile, matrix_pointers, tile_gradient, used_length
+from .tiles import ROW_BLOCK, head_of, key_tile_range, load_rows, load_tile, matrix_pointers, packed_tile, tile_gradient, used_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def bias_gradient(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes,
+    dropout_threshold: tl.int64, keep_scale, sequences_ptr, captured_ptr, captured_sizes,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -45,7 +45,12 @@ def bias_gradient(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, shared_batch * shared_heads, num_stages=1):
         b, h = shared // bias_heads + i // shared_heads, shared % bias_heads + i % shared_heads
-        len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+        if sequences_ptr is None:
+            len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+            item, head, first_q, first_k = b, b * heads + h, None, None
+        else:
+            _b, _row0, first_q, _rows_q, len_q, first_k, _rows_k, len_k = packed_tile(sequences_ptr + b * 8)
+            item, head = 0, h
         span = (len_q, len_k, window_left, window_right)
         lo, _full_lo, _full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
         if (n0 + BLOCK_N > lo) & (n0 < hi):
@@ -60,17 +65,22 @@ def bias_gradient(
             if SCORE_MOD != "" or MASK_MOD != "":
                 program = (captured_ptr, captured_sizes, None, b, h, size_q - 1, size_k - 1)
             rules = (scale, softcap, slope, program)
-            q = (head_of(q_ptr, b, h, stride_qb, stride_qh, ALIGN, False), stride_qs * ALIGN, stride_qd, b, h)
-            k = (head_of(k_ptr, b, h // group, stride_kb, stride_kh, ALIGN, False), stride_ks * ALIGN, stride_kd, b, h)
-            v = (head_of(v_ptr, b, h // group, stride_vb, stride_vh, ALIGN, False), stride_vs * ALIGN, stride_vd, b, h)
-            do = (head_of(do_ptr, b, h, stride_dob, stride_doh, ALIGN, False), stride_dos * ALIGN, stride_dod, b, h)
-            rows = (b * heads + h).to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+            at_q = (item, h, first_q)
+            q = (head_of(q_ptr, at_q, stride_qb, stride_qh, stride_qs, ALIGN, False), stride_qs * ALIGN, stride_qd, at_q)
+            at_k = (item, h // group, first_k)
+            k = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
+            v = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
+            do = (head_of(do_ptr, at_q, stride_dob, stride_doh, stride_dos, ALIGN, False), stride_dos * ALIGN, stride_dod, at_q)
+            PACKED: tl.constexpr = sequences_ptr is not None
+            rows = head.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+            if first_q is not None:
+                rows += first_q
             ds, _, _ = tile_gradient(
                 load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, False, True),
                 load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True),
-                tl.load(row_lse_ptr + rows),
-                tl.load(rest_ptr + rows),
-                tl.load(delta_ptr + rows),
+                load_rows(row_lse_ptr + rows, offs_m, len_q, float("inf"), PACKED),
+                load_rows(rest_ptr + rows, offs_m, len_q, 0.0, PACKED),
+                load_rows(delta_ptr + rows, offs_m, len_q, 0.0, PACKED),
                 load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, True),
                 load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True),
                 offs_m, offs_n, n0, span, rules, bias, mask, (unit, unit_exact), drop, keep_scale,
@@ -81,12 +91,12 @@ def bias_gradient(
     tl.store(matrix_pointers((start, stride_dbias_m, 1 if stride_dbias_n is None else stride_dbias_n), offs_m, offs_n), total, mask=inside)
 
 
-def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, dbias: Tensor) -> None:
-    """Fill ``dbias``, (B or 1, Hq or 1, Sq, Sk)."""
+def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, dbias: Tensor, sequences: Tensor | None) -> None:
+    """Fill ``dbias``, (B or 1, Hq or 1, Sq, Sk); `sequences` are those of `sequence_records`."""
     config = call.config(DBIAS)
     align = alignment(t.q, t.k, t.v, dout)
-    batch, heads = dbias.shape[:2]
-    tiles = triton.cdiv(call.size_q, config.block_m) * triton.cdiv(call.size_k, config.block_n)
+    batch, heads, size_q, size_k = dbias.shape
+    tiles = triton.cdiv(size_q, config.block_m) * triton.cdiv(size_k, config.block_n)
     run(
         bias_gradient,
         tiles * batch * heads,
@@ -101,13 +111,14 @@ def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms
         *matrix_strides(dbias),
         batch,
         heads,
-        call.batch // batch,
+        call.items // batch,
         call.heads // heads,
         *strides(t.q, align),
         *strides(t.k, align),
         *strides(t.v, align),
         *strides(dout, align),
-        **call.rule_arguments,
+        **call.rule_arguments | {"size_q": size_q, "size_k": size_k},
+        sequences_ptr=sequences,
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         SCORE_GRAD=call.score_gradient(),
         **call.constants(config, align, False),

@@ -30,6 +30,9 @@ FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
 # No tile of queries is longer. What the backward pass keeps of each query is padded to a multiple, and so loads without a mask.
 ROW_BLOCK = 128
 
+# Packed sequences that a program places at a time, and with how many others it compares them at once.
+CHUNK = 64
+
 # Shared memory of one block in bytes, as the driver grants it.
 SHARED_LIMIT = {
     "sm80": 166_912,
@@ -155,7 +158,7 @@ def features(t: Operands, r: Rules) -> frozenset[str]:
     given = {"mask": t.mask is not None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
     given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
     given["program"] = bool(r.score_mod or r.mask_mod)
-    given["lengths"] = t.seqused_q is not None or t.seqused_k is not None
+    given["lengths"] = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
     return frozenset(name for name, on in given.items() if on)
 
 

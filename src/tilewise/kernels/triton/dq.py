@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DQ
 from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, run, source, strides
+from .packed import query_tiles
 from .row_terms import RowTerms
 from .tiles import (
     NEG_INF,
@@ -19,8 +21,10 @@ from .tiles import (
     head_of,
     hide_rows,
     key_tile_range,
+    load_rows,
     load_tile,
     matrix_pointers,
+    packed_tile,
     product_gradient,
     store_tile,
     tile_gradient,
@@ -35,20 +39,21 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_keys(
-    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias, listed,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to a tile of queries. As in the forward pass, a block list changes only `n0`."""
     len_k = span[1]
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, MASKED)
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
         ds, s, capped = tile_gradient(
-            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
+            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if MASKED else None, base2, drop, keep_scale,
             SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
@@ -78,25 +83,38 @@ def attention_dq(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, dcaptured_ptr,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, dcaptured_ptr, lists_ptr, list_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
-    num_m = tl.cdiv(size_q, BLOCK_M)
-    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
-    if window_right is not None:
-        tile = num_m - 1 - tile
-    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
-    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    if tiles_ptr is None:
+        num_m = tl.cdiv(size_q, BLOCK_M)
+        tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+        if window_right is not None and LIST_N == 0:
+            tile = num_m - 1 - tile
+        b, h = bh // heads, bh % heads
+        if LIST_N > 0:
+            tile = ordered_tile(tile, lists_ptr, list_sizes, b, h)
+        m0 = tile * BLOCK_M
+        len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+        item, head, first_q, first_k, rows_q = b, bh, None, None, size_q
+    else:
+        slot, h = tl.program_id(0) % slots, tl.program_id(0) // slots
+        b, m0, first_q, rows_q, len_q, first_k, _rows_k, len_k = packed_tile(tiles_ptr + slot * 8)
+        if b < 0:
+            return
+        item, head = 0, h
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    q_head = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
-    k_head = (head_of(k_ref, b, h // group, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, h // group)
-    v_head = (head_of(v_ref, b, h // group, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, h // group)
-    do_head = (head_of(do_ref, b, h, stride_dob, stride_doh, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, b, h)
+    at_q = (item, h, first_q)
+    q_head = (head_of(q_ref, at_q, stride_qb, stride_qh, stride_qs, ALIGN, TMA), stride_qs * ALIGN, stride_qd, at_q)
+    at_k = (item, h // group, first_k)
+    k_head = (head_of(k_ref, at_k, stride_kb, stride_kh, stride_ks, ALIGN, TMA), stride_ks * ALIGN, stride_kd, at_k)
+    v_head = (head_of(v_ref, at_k, stride_vb, stride_vh, stride_vs, ALIGN, TMA), stride_vs * ALIGN, stride_vd, at_k)
+    do_head = (head_of(do_ref, at_q, stride_dob, stride_doh, stride_dos, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, at_q)
     bias, mask, slope, drop, program, dbias = None, None, None, None, None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
@@ -112,36 +130,43 @@ def attention_dq(
         program = (captured_ptr, captured_sizes, dcaptured_ptr, b, h, size_q - 1, size_k - 1)
     rules = (scale, softcap, slope, program)
     base2 = (unit, unit_exact)
-    rows = bh.to(tl.int64) * size_q + offs_m
-    padded_rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+    rows = head.to(tl.int64) * size_q + offs_m
+    padded_rows = head.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
+    if first_q is not None:
+        rows, padded_rows = rows + first_q, padded_rows + first_q
     inside = offs_m < len_q
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
     do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
-    lse = tl.load(row_lse_ptr + padded_rows)
+    PACKED: tl.constexpr = tiles_ptr is not None
+    lse = load_rows(row_lse_ptr + padded_rows, offs_m, len_q, float("inf"), PACKED)
     rest = None
     if rest_ptr is not None:
-        rest = tl.load(rest_ptr + padded_rows)
-    delta = tl.load(delta_ptr + padded_rows)
+        rest = load_rows(rest_ptr + padded_rows, offs_m, len_q, 0.0, PACKED)
+    delta = load_rows(delta_ptr + padded_rows, offs_m, len_q, 0.0, PACKED)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     bias_rows = tl.zeros([BLOCK_M], tl.float32)
     slope_rows = tl.zeros([BLOCK_M], tl.float32)
 
-    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE and LIST_N == 0)
+    starts, stops, listed = (lo, full_lo, full_hi), (full_lo, full_hi, hi), None
+    if LIST_N > 0:
+        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N, DENSE)
+        starts, stops = (0, 0, 0), (0, listed_end(listed, m0 < len_q, LIST_N, False), listed_end(listed, m0 < len_q, LIST_N, True))
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+        if part == 2 or (not DENSE and (part == 1 or (window_left is not None and LIST_N == 0))):
             dq, bias_rows, slope_rows = walk_keys(
-                dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, base2, drop, keep_scale, dbias, SCORE_MOD, MASK_MOD, SCORE_GRAD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+                dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias,
+                mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
                 dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
                 TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
-        dq_head = (head_of(dq_ptr, b, h, stride_dqb, stride_dqh, ALIGN, False), stride_dqs * ALIGN, stride_dqd, b, h)
-        store_tile(dq_head, tl.where(inside[:, None], dq * scale, 0.0), m0, size_q, BLOCK_M, BLOCK_D, D)
+        dq_head = (head_of(dq_ptr, at_q, stride_dqb, stride_dqh, stride_dqs, ALIGN, False), stride_dqs * ALIGN, stride_dqd, at_q)
+        store_tile(dq_head, tl.where(inside[:, None], dq * scale, 0.0), m0, rows_q, BLOCK_M, BLOCK_D, D)
     if bias_rows_ptr is not None:
-        tl.store(bias_rows_ptr + rows, tl.where(inside, bias_rows, 0.0), mask=offs_m < size_q)
+        tl.store(bias_rows_ptr + rows, tl.where(inside, bias_rows, 0.0), mask=offs_m < rows_q)
     if slope_rows_ptr is not None:
-        tl.store(slope_rows_ptr + rows, tl.where(inside, slope_rows, 0.0), mask=offs_m < size_q)
+        tl.store(slope_rows_ptr + rows, tl.where(inside, slope_rows, 0.0), mask=offs_m < rows_q)
 
 
 def launch_dq(
@@ -155,9 +180,10 @@ def launch_dq(
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
+    tiles = query_tiles(call, config.block_m)
     run(
         attention_dq,
-        triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads,
+        tiles.count * call.heads,
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -176,6 +202,8 @@ def launch_dq(
         *strides(dout, align),
         *strides(dq, align),
         **call.rule_arguments,
+        **tiles.arguments(),
+        **call.key_lists(config),
         row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
         dcaptured_ptr=tuple(dcaptured) if wanted else None,
         SCORE_GRAD=call.score_gradient(wanted),

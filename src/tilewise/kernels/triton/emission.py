@@ -45,7 +45,10 @@ def facts(x: Tensor) -> Facts:
 def encoded(x: Tensor) -> tuple[int, ...]:
     """Size and stride of every dimension, as kernels take them. Triton compiles anew for every integer in a tuple that is 1, a multiple of
     16 or the first beyond 32 bits; these are none of that."""
-    numbers = [n for pair in zip(x.shape, x.stride(), strict=True) for n in pair] or [0]
+    return encoded_numbers([n for pair in zip(x.shape, x.stride(), strict=True) for n in pair] or [0])
+
+
+def encoded_numbers(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple((1 << 62) + 2 * n + 1 for n in numbers)
 
 

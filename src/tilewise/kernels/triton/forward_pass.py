@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import FORWARD
 from .launch import RUNTIME, Launch, alignment, contiguous, describable, run, source, strides
+from .packed import query_tiles
 from .tiles import (
     LOG2E,
     NEG_INF,
@@ -24,6 +26,7 @@ from .tiles import (
     load_tile,
     log_sum_exp,
     online_softmax_update,
+    packed_tile,
     scores,
     store_tile,
     used_length,
@@ -35,17 +38,18 @@ if TYPE_CHECKING:
 
 @triton.jit
 def attend(
-    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    LIST_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
     len_k = span[1]
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, MASKED)
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-        mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+        mask_tile = load_matrix(mask if MASKED else None, offs_m, offs_n, span, False)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
         s, _, _ = scores(
             qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, True, False, MASKED)  # fmt: skip
@@ -72,26 +76,39 @@ def attention_forward(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A one-dimensional grid has no 65,535 limit. Tiles of one head are neighbours, so that they share its keys in L2; under a causal
     # mask the longest come first.
-    num_m = tl.cdiv(size_q, BLOCK_M)
-    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
-    if window_right is not None:
-        tile = num_m - 1 - tile
-    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
-    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    if tiles_ptr is None:
+        num_m = tl.cdiv(size_q, BLOCK_M)
+        tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+        if window_right is not None and LIST_N == 0:
+            tile = num_m - 1 - tile
+        b, h = bh // heads, bh % heads
+        if LIST_N > 0:
+            tile = ordered_tile(tile, lists_ptr, list_sizes, b, h)
+        m0 = tile * BLOCK_M
+        len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+        item, head, first_q, first_k, rows_q = b, bh, None, None, size_q
+    else:
+        slot, h = tl.program_id(0) % slots, tl.program_id(0) // slots
+        b, m0, first_q, rows_q, len_q, first_k, _rows_k, len_k = packed_tile(tiles_ptr + slot * 8)
+        if b < 0:
+            return
+        item, head = 0, h
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
 
-    # Strides count ALIGN elements, which proves to the compiler that rows start on 16 bytes whatever their length.
-    q_head = (head_of(q_ref, b, h, stride_qb, stride_qh, ALIGN, TMA), stride_qs * ALIGN, stride_qd, b, h)
-    k_head = (head_of(k_ref, b, h // group, stride_kb, stride_kh, ALIGN, TMA), stride_ks * ALIGN, stride_kd, b, h // group)
-    v_head = (head_of(v_ref, b, h // group, stride_vb, stride_vh, ALIGN, TMA), stride_vs * ALIGN, stride_vd, b, h // group)
-    out_head = (head_of(out_ptr, b, h, stride_ob, stride_oh, ALIGN, False), stride_os * ALIGN, stride_od, b, h)
+    at_q = (item, h, first_q)
+    q_head = (head_of(q_ref, at_q, stride_qb, stride_qh, stride_qs, ALIGN, TMA), stride_qs * ALIGN, stride_qd, at_q)
+    at_k = (item, h // group, first_k)
+    k_head = (head_of(k_ref, at_k, stride_kb, stride_kh, stride_ks, ALIGN, TMA), stride_ks * ALIGN, stride_kd, at_k)
+    v_head = (head_of(v_ref, at_k, stride_vb, stride_vh, stride_vs, ALIGN, TMA), stride_vs * ALIGN, stride_vd, at_k)
+    out_head = (head_of(out_ptr, at_q, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at_q)
     bias, mask = None, None
     if bias_ptr is not None:
         bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
@@ -116,19 +133,26 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
 
-    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE and LIST_N == 0)
+    starts, stops, listed = (lo, full_lo, full_hi), (full_lo, full_hi, hi), None
+    if LIST_N > 0:
+        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N, DENSE)
+        starts, stops = (0, 0, 0), (0, listed_end(listed, m0 < len_q, LIST_N, False), listed_end(listed, m0 < len_q, LIST_N, True))
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+        if part == 2 or (not DENSE and (part == 1 or (window_left is not None and LIST_N == 0))):
             acc, l, m = attend(
-                acc, l, m, q, k_head, v_head, offs_m, ends[part], ends[part + 1], span, rules, bias, mask, base2, drop,
-                SCORE_MOD, MASK_MOD, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                acc, l, m, q, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias, mask, base2, drop, listed,
+                SCORE_MOD, MASK_MOD, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
     out = tl.where(inside[:, None], out, 0.0)
     lse = tl.where(inside, log_sum_exp(m, l, base2, NATURAL), NEG_INF)
-    store_tile(out_head, out, m0, size_q, BLOCK_M, BLOCK_DV, DV)
-    tl.store(lse_ptr + bh.to(tl.int64) * size_q + offs_m, lse, mask=offs_m < size_q)
+    store_tile(out_head, out, m0, rows_q, BLOCK_M, BLOCK_DV, DV)
+    row = head.to(tl.int64) * size_q
+    if first_q is not None:
+        row += first_q
+    tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < rows_q)
 
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:
@@ -139,11 +163,11 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
     config = call.config(FORWARD)
     tma = config.descriptors and describable(t.q, t.k, t.v)
     align = alignment(t.q, t.k, t.v, out.out)
-    programs = triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads
     with call.device_guard():
+        tiles = query_tiles(call, config.block_m)
         run(
             attention_forward,
-            programs,
+            tiles.count * call.heads,
             source(t.q, config.block_m, call.block_d, tma),
             source(t.k, config.block_n, call.block_d, tma),
             source(t.v, config.block_n, call.block_dv, tma),
@@ -154,6 +178,8 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
             *strides(t.v, align),
             *strides(out.out, align),
             **call.rule_arguments,
+            **tiles.arguments(),
+            **call.key_lists(config),
             sink_ptr=contiguous(t.sink),
             **call.constants(config, align, tma),
         )

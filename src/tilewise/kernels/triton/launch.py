@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import triton
 
-from .configs import Config, architecture, choose, features, padded, shared_limit
+from ..kernel_cache import prepare
+from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,12 +19,17 @@ if TYPE_CHECKING:
     from ...plan import Operands, Rules
     from .emission import Facts
 
+prepare()
+
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
-RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
+RUNTIME += ["slots", "sequences", "most_q", "most_k", "size", "total", "shared"]
+RUNTIME += ["captured_sizes", "list_sizes"]  # whose elements see to that themselves: `emission.encoded`
+
+NO_LISTS: dict[str, Any] = {"lists_ptr": None, "list_sizes": None, "LIST_M": 0, "LIST_N": 0}
 
 LOG2E = 1.4426950408889634
 WIDEST_WINDOW = 1 << 30  # positions are 32-bit: a wider window is no window
@@ -44,11 +51,16 @@ class Launch:
     def __init__(self, t: Operands, r: Rules) -> None:
         self.t, self.r = t, r
         self.batch, self.heads, self.size_q, self.d = t.q.shape
+        self.sequences = None if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
+        self.items = self.batch if self.sequences is None else self.sequences  # what a bias or slopes may tell apart
+        # Packed lengths are in the records of tiles; kernels that have none need no lengths.
+        self.seqused_q, self.seqused_k = (None if self.sequences is not None else contiguous(x) for x in (t.seqused_q, t.seqused_k))
+        self.rows_padded = -(-self.size_q // ROW_BLOCK) * ROW_BLOCK
         self.heads_k, self.size_k, self.dv = t.v.shape[1:]
         self.block_d, self.block_dv = padded(self.d), padded(self.dv)
         self.bits = t.q.element_size() * 8
         # Whether any tile may hold hidden pairs, not only those at the ends of what a window and the lengths show.
-        self.dense = t.bias is not None or t.mask is not None or bool(r.mask_mod)
+        self.dense = t.bias is not None or (t.blocks is None and (t.mask is not None or bool(r.mask_mod)))
         self.score_mod, self.mask_mod = "", ""
         self._facts: tuple[Facts, ...] = ()
         self._indices: tuple[tuple[str, tuple[int, int]], ...] = ()
@@ -59,8 +71,10 @@ class Launch:
         self.natural = t.q.element_size() == 4 or not raw_scores(r.softmax_scale, r.softcap, added)
         # Values that nobody sees can sit in a tile only where a mask, a bias, the left end of a window or a length hides them.
         # A query without keys counts too: those before the first key, where there are fewer keys than queries.
+        # Beyond a packed sequence lies another one.
         unseen = 0 <= r.window_right < self.size_q - self.size_k
-        self.sanitize = unseen or any(x is not None for x in (t.bias, t.mask, t.seqused_q, t.seqused_k)) or r.window_left >= 0
+        hiding = (t.bias, t.mask, t.seqused_q, t.seqused_k, t.cu_seqlens_q, t.blocks)
+        self.sanitize = unseen or any(x is not None for x in hiding) or r.window_left >= 0
         self.sanitize |= bool(r.score_mod or r.mask_mod)
         self.precision = "tf32" if r.allow_tf32 and self.bits == 32 else "ieee"
 
@@ -68,9 +82,9 @@ class Launch:
         from . import emission
 
         t, r = self.t, self.r
-        ragged = t.seqused_q is not None or t.seqused_k is not None
+        ragged = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
         self._facts = tuple(map(emission.facts, t.captured))
-        self._indices = emission.sizes(self.batch, self.heads, self.size_q, self.size_k, ragged)
+        self._indices = emission.sizes(self.items, self.heads, self.size_q, self.size_k, ragged)
         if r.score_mod:
             self.score_mod = emission.forward_text(r.score_mod, self._facts, self._indices)
             self.dense |= emission.may_hide(r.score_mod)
@@ -89,7 +103,32 @@ class Launch:
         from ...plan import target_of
 
         target = target_of(self.t.q.device)
-        return choose(architecture(target), shared_limit(target), self.bits, purpose, features(self.t, self.r), self.block_d, self.block_dv)
+        used = features(self.t, self.r)
+        config = choose(architecture(target), shared_limit(target), self.bits, purpose, used, self.block_d, self.block_dv)
+        blocks = self.t.blocks
+        if blocks is None or purpose == DBIAS:
+            return config
+        return replace(config, block_m=min(config.block_m, blocks.block_m), block_n=min(config.block_n, blocks.block_n))
+
+    def key_lists(self, config: Config) -> dict[str, Any]:
+        """The lists of key blocks that each block of queries visits."""
+        x = self.t.blocks
+        if x is None:
+            return NO_LISTS
+        from .block_lists import list_arguments
+
+        tensors, tiles = (x.kv_num, x.kv_idx, x.kv_full_num, x.kv_full_idx), -(-self.size_q // config.block_m)
+        return {**list_arguments(tensors, tiles, x.block_m // config.block_m), "LIST_M": x.block_m, "LIST_N": x.block_n}
+
+    def query_lists(self, config: Config) -> dict[str, Any]:
+        """The lists of query blocks that each block of keys is visited by."""
+        x = self.t.blocks
+        if x is None:
+            return NO_LISTS
+        from .block_lists import list_arguments
+
+        tensors, tiles = (x.q_num, x.q_idx, x.q_full_num, x.q_full_idx), -(-self.size_k // config.block_n)
+        return {**list_arguments(tensors, tiles, x.block_n // config.block_n), "LIST_M": x.block_m, "LIST_N": x.block_n}
 
     def constants(self, config: Config, align: int, tma: bool) -> dict[str, Any]:
         """The compile-time arguments that every kernel over tiles has."""
@@ -132,8 +171,8 @@ class Launch:
             "slopes_ptr": slopes,
             "stride_slopes_b": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
             "stride_slopes_h": 0 if slopes is None else slopes.stride(1),
-            "seqused_q_ptr": contiguous(t.seqused_q),
-            "seqused_k_ptr": contiguous(t.seqused_k),
+            "seqused_q_ptr": self.seqused_q,
+            "seqused_k_ptr": self.seqused_k,
             "seed_ptr": t.dropout_seed if r.dropout_p > 0.0 else None,
             "heads": self.heads,
             "group": self.heads // max(self.heads_k, 1),
@@ -207,9 +246,11 @@ def kind(x: Any, exact: bool) -> Any:
         return x if exact else "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
     if hasattr(x, "data_ptr"):
         return x.dtype, x.data_ptr() % 16 == 0
+    if type(x) is tuple:  # what programs read: the tensors themselves must not be kept
+        return tuple(kind(part, exact) for part in x)
     if hasattr(x, "block_shape"):  # a descriptor
         return x.base.dtype, *x.block_shape
-    return x
+    return tuple(kind(element, exact) for element in x) if isinstance(x, tuple) else x
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

@@ -11,7 +11,8 @@ import triton.language as tl
 from . import configs
 from .configs import FORWARD
 from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
-from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, scores, used_length
+from .packed import query_tiles
+from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, packed_tile, scores, used_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,23 +31,36 @@ def lse_rest(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots,
+    captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum of exp(s - lse), the sink's part included: 0 but for rounding in most rows, whose tiles then walk no key."""
-    num_m = row_blocks * (ROW_BLOCK // BLOCK_M)
-    tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
-    b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
-    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    if tiles_ptr is None:
+        num_m = row_blocks * (ROW_BLOCK // BLOCK_M)
+        tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
+        b, h, m0 = bh // heads, bh % heads, tile * BLOCK_M
+        len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+        item, first_q, first_k, rows_q, row = b, None, None, num_m * BLOCK_M, bh.to(tl.int64) * size_q
+        padded_row = bh.to(tl.int64) * (row_blocks * ROW_BLOCK)
+    else:
+        slot, h = tl.program_id(0) % slots, tl.program_id(0) // slots
+        b, m0, first_q, rows_q, len_q, first_k, _rows_k, len_k = packed_tile(tiles_ptr + slot * 8)
+        if b < 0:
+            return
+        item, row = 0, h.to(tl.int64) * size_q + first_q
+        padded_row = h.to(tl.int64) * (row_blocks * ROW_BLOCK) + first_q
     span = (len_q, len_k, window_left, window_right)
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    lse = tl.load(lse_ptr + bh.to(tl.int64) * size_q + offs_m, mask=offs_m < len_q, other=NEG_INF)
+    lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < len_q, other=NEG_INF)
     large = (tl.abs(lse) > LARGE) & (lse != NEG_INF)
     total = tl.zeros([BLOCK_M], tl.float32)
     if tl.max(large.to(tl.int32), 0) > 0:
-        q_head = (head_of(q_ptr, b, h, stride_qb, stride_qh, ALIGN, False), stride_qs * ALIGN, stride_qd, b, h)
-        k_head = (head_of(k_ptr, b, h // group, stride_kb, stride_kh, ALIGN, False), stride_ks * ALIGN, stride_kd, b, h)
+        at_q = (item, h, first_q)
+        q_head = (head_of(q_ptr, at_q, stride_qb, stride_qh, stride_qs, ALIGN, False), stride_qs * ALIGN, stride_qd, at_q)
+        at_k = (item, h // group, first_k)
+        k_head = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
         bias, mask, slope, program = None, None, None, None
         if bias_ptr is not None:
             bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
@@ -71,7 +85,7 @@ def lse_rest(
                 qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True)  # fmt: skip
             total += tl.sum(tl.exp2((s - lse[:, None]) * LOG2E), 1)
     rest = tl.where(large, tl.log2(total), 0.0)
-    tl.store(rest_ptr + tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), rest)
+    tl.store(rest_ptr + padded_row + offs_m, rest, mask=offs_m < rows_q)
 
 
 def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
@@ -80,11 +94,11 @@ def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
         return None
     config = call.config(FORWARD)
     align = alignment(t.q, t.k)
-    row_blocks = triton.cdiv(call.size_q, configs.ROW_BLOCK)
-    rest = lse.new_empty(call.batch, call.heads, row_blocks * configs.ROW_BLOCK)
+    rest = lse.new_empty(call.batch, call.heads, call.rows_padded)
+    tiles = query_tiles(call, config.block_m, call.rows_padded // config.block_m)
     run(
         lse_rest,
-        rest.numel() // config.block_m,
+        tiles.count * call.heads,
         t.q,
         t.k,
         lse,
@@ -92,8 +106,9 @@ def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
         *strides(t.q, align),
         *strides(t.k, align),
         **call.rule_arguments,
+        **tiles.arguments(),
         **call.constants(config, align, False),
         sink_ptr=contiguous(t.sink),
-        row_blocks=row_blocks,
+        row_blocks=call.rows_padded // configs.ROW_BLOCK,
     )
     return rest

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
-from .configs import ROW_BLOCK
 from .launch import LOG2E as HOST_LOG2E
 from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
 from .lse_rest import lse_rest_of
@@ -38,7 +37,8 @@ def row_terms(
     heads, size_q, row_tiles, lse_scale,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(out * dout) - dlse, and the LSE as `probabilities` wants it, both neutral for queries that see nothing.
+    """delta = sum(out * dout) - dlse, and the LSE as `probabilities` wants it, both neutral for queries that see nothing: those of no
+    packed sequence are among them, so that this kernel need not know where sequences start.
 
     A sink's logit gains -exp(sink - lse) * delta from each query: it is a key whose value, and so whose dP, is zero.
     """
@@ -47,8 +47,9 @@ def row_terms(
     len_q = used_length(seqused_q_ptr, b, size_q)
     offs_m = m0 + tl.arange(0, BLOCK_M)
     inside = offs_m < len_q
-    out_head = (head_of(out_ptr, b, h, stride_ob, stride_oh, ALIGN, False), stride_os * ALIGN, stride_od, b, h)
-    do_head = (head_of(do_ptr, b, h, stride_dob, stride_doh, ALIGN, False), stride_dos * ALIGN, stride_dod, b, h)
+    at = (b, h, None)
+    out_head = (head_of(out_ptr, at, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at)
+    do_head = (head_of(do_ptr, at, stride_dob, stride_doh, stride_dos, ALIGN, False), stride_dos * ALIGN, stride_dod, at)
     o = load_tile(out_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True).to(tl.float32)
     do = load_tile(do_head, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True).to(tl.float32)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * size_q + offs_m, mask=inside, other=NEG_INF)
@@ -71,14 +72,14 @@ def row_terms(
 def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, dsink: Tensor | None) -> RowTerms:
     """Launch `row_terms` and finish the sink's gradient."""
     rest = lse_rest_of(call, t, saved.lse)
-    row_tiles = triton.cdiv(call.size_q, ROW_BLOCK) * (ROW_BLOCK // BLOCK_M)
+    row_tiles = call.rows_padded // BLOCK_M
     row_lse, delta = (saved.lse.new_empty(call.batch, call.heads, row_tiles * BLOCK_M) for _ in range(2))
     partial = None if dsink is None else saved.lse.new_empty(call.batch, call.heads, row_tiles)
     align = alignment(saved.out, dout)
     dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
     run(row_terms, row_tiles * call.batch * call.heads,
         saved.out, dout, saved.lse, rest, dlse, delta, row_lse,
-        None if dsink is None else contiguous(t.sink), partial, contiguous(t.seqused_q),
+        None if dsink is None else contiguous(t.sink), partial, call.seqused_q,
         *strides(saved.out, align), *strides(dout, align), *dlse_strides,
         call.heads, call.size_q, row_tiles, 1.0 if call.natural else HOST_LOG2E,
         ALIGN=align, DV=call.dv, BLOCK_DV=call.block_dv, BLOCK_M=BLOCK_M, num_warps=4, num_stages=1,

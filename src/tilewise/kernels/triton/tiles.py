@@ -4,7 +4,8 @@ Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates ov
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
-    source  (ref, row_stride, dim_stride, b, h)   one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
+    source  (ref, row_stride, dim_stride, at)     one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
+    at      (item, h, first)                      which one; `first`: the row where a packed sequence starts, else None
     span    (len_q, len_k, window_left, window_right)
     mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
     rules   (scale, softcap, slope, program)      program: see `programs`; its texts are SCORE_MOD, MASK_MOD and SCORE_GRAD
@@ -30,11 +31,13 @@ ROW_BLOCK: tl.constexpr = tl.constexpr(configs.ROW_BLOCK)
 
 
 @triton.jit
-def head_of(ref, b, h, stride_b, stride_h, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """Where one head starts; a descriptor takes b and h with every tile instead."""
+def head_of(ref, at, stride_b, stride_h, stride_s, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """Where one head starts, or one packed sequence in it; a descriptor takes that place with every tile instead."""
     start = ref
     if not TMA:
-        start = ref + (b * stride_b + h * stride_h) * ALIGN
+        start = ref + (at[0] * stride_b + at[1] * stride_h) * ALIGN
+        if at[2] is not None:
+            start += at[2] * (stride_s * ALIGN)
     return start
 
 
@@ -55,7 +58,10 @@ def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
     """
     if TMA:
-        tile = source[0].load([source[3], source[4], row0, 0]).reshape(ROWS, COLS)
+        item, h, first = source[3]
+        if first is not None:
+            row0 += first
+        tile = source[0].load([item, h, row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
         tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=inside, other=0.0)
@@ -84,6 +90,21 @@ def used_length(seqused_ptr, b, size):
     if seqused_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(seqused_ptr + b), 0), size)
     return length
+
+
+@triton.jit
+def load_rows(pointers, offs_m, len_q, other, PACKED: tl.constexpr):
+    """A number of each query, [M]. A dense row is padded to whole tiles; past a packed sequence lie the numbers of its neighbour."""
+    return tl.load(pointers, mask=offs_m < len_q, other=other) if PACKED else tl.load(pointers)
+
+
+@triton.jit
+def packed_tile(record_ptr):
+    """What `packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real rows that the
+    sequence has of queries and of keys."""
+    first_q, rows_q, len_q = tl.load(record_ptr + 2), tl.load(record_ptr + 3), tl.load(record_ptr + 4)
+    first_k, rows_k, len_k = tl.load(record_ptr + 5), tl.load(record_ptr + 6), tl.load(record_ptr + 7)
+    return tl.load(record_ptr), tl.load(record_ptr + 1), first_q, rows_q, len_q, first_k, rows_k, len_k
 
 
 @triton.jit

@@ -26,11 +26,9 @@ def why_not(t: CacheOperands, r: CacheRules, target: Target) -> str | None:
     dim, dim_v = t.q.shape[3], t.v_cache.shape[3]
     if not (1 <= dim <= MAX_HEAD_DIM and 1 <= dim_v <= MAX_HEAD_DIM_V):
         return f"head dims are {dim} and {dim_v}, and these kernels take up to {MAX_HEAD_DIM} and {MAX_HEAD_DIM_V}"
-    if r.mask_mod:
-        return "the mask is a program, which these kernels do not run"
-    from .launch import config_of
+    from .launch import planned, signature
 
-    if config_of(t, r, target) is None:
+    if planned(signature(t, r)) is None:
         return f"head dims {dim} and {dim_v} in {t.q.dtype} need more shared memory than {target.name} has"
     return None
 
@@ -56,9 +54,11 @@ def _device_reason(target: Target) -> str | None:
 def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor) -> None:
     """Fill out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); packed: (1, total, Hq, Dv) and (Hq, total)."""
     from .decode import attention as run
-    from .launch import CacheLaunch
+    from .launch import planned, signature
 
-    run(t, r, out, lse, CacheLaunch(t, r))
+    call = planned(signature(t, r))
+    assert call is not None  # `why_not` has asked
+    run(t, r, out, lse, call)
 
 
 def append(t: AppendOperands) -> None:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from ..launch import alignment, contiguous, strides
-from .launch import on_device, table, table_stride
+from ..configs import padded
+from ..launch import alignment, contiguous, run, strides
+from .launch import on_device, table
 from .tiles import columns, load_turned
 
 if TYPE_CHECKING:
     from ....kvcache.call import AppendOperands
 
+ROWS = 16  # tokens times heads of one program
 RUNTIME = [f"stride_{x}{dim}" for x in ("k", "v", "kc", "vc") for dim in "bsh"]
 RUNTIME += ["stride_table", "tokens", "kv_heads", "size", "capacity", "slots", "rows", "positions"]
 
@@ -65,18 +67,17 @@ def cache_append(
 def append(t: AppendOperands) -> None:
     """Writes into the caches on the current stream of their device."""
     batch, size, kv_heads, dim = t.k.shape
-    given = [x for x in (t.k, t.v, t.k_cache, t.v_cache) if x is not None]
-    align = alignment(*given)
-    block_r = 16
-    rotary = 0 if t.rotary_cos is None else 2 * t.rotary_cos.shape[1]
+    dim_v = 0 if t.v is None else t.v.shape[3]
+    align = alignment(*[x for x in (t.k, t.v, t.k_cache, t.v_cache) if x is not None])
+    page_table = table(t.page_table)
+    positions, columns = (0, 0) if t.rotary_cos is None else t.rotary_cos.shape
     with on_device(t.k.device):
-        cache_append[(triton.cdiv(batch * size * kv_heads, block_r),)](
-            t.k, t.v, t.k_cache, t.v_cache, contiguous(t.cache_seqlens), table(t.page_table), contiguous(t.cache_batch_idx),
-            contiguous(t.rotary_cos), contiguous(t.rotary_sin),
+        run(
+            cache_append, -(-batch * size * kv_heads // ROWS), t.k, t.v, t.k_cache, t.v_cache, contiguous(t.cache_seqlens), page_table,
+            contiguous(t.cache_batch_idx), contiguous(t.rotary_cos), contiguous(t.rotary_sin),
             *strides(t.k, align), *strides(t.v, align), *strides(t.k_cache, align), *strides(t.v_cache, align),
-            0 if t.page_table is None else table_stride(t.page_table), batch * size, kv_heads, size, t.capacity, t.k_cache.shape[1],
-            t.k_cache.shape[0], 0 if t.rotary_cos is None else t.rotary_cos.shape[0],
-            D=dim, DV=0 if t.v is None else t.v.shape[3], BLOCK_D=triton.next_power_of_2(max(dim, 1)),
-            BLOCK_DV=1 if t.v is None else triton.next_power_of_2(max(t.v.shape[3], 1)), BLOCK_R=block_r, ALIGN=align,
-            ROTARY=rotary, INTERLEAVED=t.rotary_interleaved, num_warps=4,
+            0 if page_table is None else page_table.stride(0), batch * size, kv_heads, size, t.capacity, t.k_cache.shape[1],
+            t.k_cache.shape[0], positions,
+            D=dim, DV=dim_v, BLOCK_D=padded(dim), BLOCK_DV=padded(max(dim_v, 1)), BLOCK_R=ROWS, ALIGN=align, ROTARY=2 * columns,
+            INTERLEAVED=t.rotary_interleaved, num_warps=4,
         )  # fmt: skip

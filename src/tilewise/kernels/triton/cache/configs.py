@@ -104,19 +104,21 @@ def choose(
     arch: str, limit: int, bits: int, cache_bits: int, rows: int, key_dim: int, block_dv: int, values_in_keys: bool, paged: bool
 ) -> Config | None:
     """The tiles of a call, within `limit` bytes of shared memory; None where no tile fits. `key_dim` is padded."""
-    block_m = row_block(rows, arch, bits, block_dv)
-    shape = TABLE[arch, block_m]
     value_dim = 0 if values_in_keys else block_dv
     wide = block_dv > WIDE
     row_bytes = (key_dim + value_dim) * max(cache_bits, 16) // 8
-    most = max(16, min(128, 1 << max(1, shape.stage_bytes // row_bytes).bit_length() - 1))
-    for block_n in (n for n in (128, 64, 32, 16) if n <= most):
-        for stages in range(shape.num_stages, 0, -1):
-            if shared_bytes(block_m, block_n, stages, bits, cache_bits, key_dim, value_dim) <= limit:
-                # The compiler shares its stages between the load of a page's number and the loads that need it.
-                depth = 2 * stages - 1 if paged else stages
-                warps = 8 if wide and shape.num_warps > 1 else shape.num_warps
-                return Config(block_m, block_n, warps, depth, 1 if wide else shape.per_multiprocessor)
+    block_m = row_block(rows, arch, bits, block_dv)
+    while block_m >= 16:
+        shape = TABLE[arch, block_m]
+        most = max(16, min(128, 1 << max(1, shape.stage_bytes // row_bytes).bit_length() - 1))
+        for block_n in (n for n in (128, 64, 32, 16) if n <= most):
+            for stages in range(shape.num_stages, 0, -1):
+                if shared_bytes(block_m, block_n, stages, bits, cache_bits, key_dim, value_dim) <= limit:
+                    # The compiler shares its stages between the load of a page's number and the loads that need it.
+                    depth = 2 * stages - 1 if paged else stages
+                    warps = 8 if wide and shape.num_warps > 1 else shape.num_warps
+                    return Config(block_m, block_n, warps, depth, 1 if wide else shape.per_multiprocessor)
+        block_m //= 2
     return None
 
 

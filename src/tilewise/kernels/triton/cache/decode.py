@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import run
 from ..tiles import LOG2E, NEG_INF, hide_rows, log_sum_exp, online_softmax_update
-from .launch import CacheLaunch, on_device
+from .launch import CacheLaunch, captured, on_device, vectors
 from .merge import MERGED_AT_ONCE, merge_parts
 from .tiles import cache_scores, clamped, load_keys, load_turned, places
 
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v") for dim in "bsh"] + [f"stride_mask_{dim}" for dim in "bhmn"]
 RUNTIME += ["stride_table", "stride_slopes", "stride_k_scale", "stride_v_scale", "kv_heads", "group", "size_q", "total", "row_tiles"]
 RUNTIME += ["splits", "appended", "capacity", "pages", "positions", "window_left", "window_right"]
+RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
 
 
 @triton.jit
 def attend(
     acc, l, m, q, q_rest, k, v, table, start, stop, bounds, position, window, rules, mask, base2, pages,
-    D: tl.constexpr, DV: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    MASK_MOD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [start, stop), a multiple of BLOCK_N at both ends. MASKED: rows of a tile may see different keys, or it
     reaches beyond `bounds`, outside which no row of this program sees anything."""
@@ -51,15 +54,14 @@ def attend(
         if REST > 0:
             k_rest = load_keys(k, page, slot, inside, MAIN, REST, D, MASKED).to(q.dtype)  # [N, REST]
             qk = tl.dot(q_rest, k_rest.T, qk, input_precision=PRECISION)
-        s = cache_scores(qk, position, offs_n, inside, window, rules, mask_tile, NATURAL, MASKED)
+        s = cache_scores(qk, position, offs_n, inside, window, rules, mask_tile, MASK_MOD, NATURAL, MASKED)
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if VALUES_IN_KEYS:
-            v_tile = k_tile
-        else:
+        v_tile = k_tile
+        if not VALUES_IN_KEYS:
             v_tile = load_keys(v, page, slot, inside, 0, BLOCK_DV, DV, MASKED).to(q.dtype)  # [N, DV]
-        if mask is not None:  # between the bounds windows hide no key from all rows; a mask can
+        if mask is not None or MASK_MOD != "":  # between the bounds windows hide no key from all rows; a mask can
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(p.to(q.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
     return acc, l, m
@@ -103,7 +105,7 @@ def attention_cached(
     stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
     stride_table: tl.int64, stride_slopes, stride_k_scale, stride_v_scale,
     kv_heads, group, size_q, total, row_tiles, splits, appended, capacity, pages, positions,
-    scale, unit, unit_exact, softcap, window_left, window_right,
+    scale, unit, unit_exact, softcap, window_left, window_right, captured_ptr, captured_sizes, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, LEAST: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, ALIGN: tl.constexpr, NATURAL: tl.constexpr,
@@ -126,7 +128,7 @@ def attention_cached(
     if lengths_ptr is not None:
         len_k = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), capacity)
     if padding_ptr is not None:
-        padding = tl.maximum(tl.load(padding_ptr + b), 0)
+        padding = tl.minimum(tl.maximum(tl.load(padding_ptr + b), 0), capacity)
     len_k += appended
     shift = len_k - len_q
     rows = m0 + tl.arange(0, BLOCK_M)
@@ -147,7 +149,7 @@ def attention_cached(
         row = clamped(tl.load(index_ptr + b), pages).to(tl.int64)
     k = (k_ptr + (row * stride_kb + hk * stride_kh) * ALIGN, stride_kb * ALIGN, stride_ks * ALIGN, stride_kd)
     v = (v_ptr + (row * stride_vb + hk * stride_vh) * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN, stride_vd)
-    turn, mask, slope = None, None, None
+    turn, mask, slope, program_of_mask = None, None, None, None
     if cos_ptr is not None:
         turn = (cos_ptr, sin_ptr, positions)
     if mask_ptr is not None:
@@ -157,7 +159,9 @@ def attention_cached(
         slope = tl.load(slopes_ptr + b * stride_slopes + h).to(tl.float32)  # [M]
     if k_scale_ptr is not None:
         scale = scale * tl.load(k_scale_ptr + b * stride_k_scale + hk)
-    rules = (scale, softcap, slope)
+    if MASK_MOD != "":  # rows that belong to no query stand further on: their position must stay where the program may read
+        program_of_mask = (captured_ptr, captured_sizes, None, b, h[:, None], capacity + tl.maximum(size_q, appended), capacity - 1)
+    rules = (scale, softcap, slope, program_of_mask)
     base2 = (unit, unit_exact)
 
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
@@ -175,15 +179,16 @@ def attention_cached(
 
     full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, start), stop)
     full_hi = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo), stop)
-    if mask_ptr is not None:
+    DENSE: tl.constexpr = mask_ptr is not None or MASK_MOD != ""
+    if DENSE:
         full_lo, full_hi = start, start
     for stretch in tl.static_range(3):
-        if stretch == 2 or (mask_ptr is None and (stretch == 1 or window_left is not None or padding_ptr is not None)):
+        if stretch == 2 or (not DENSE and (stretch == 1 or window_left is not None or padding_ptr is not None)):
             part_start = start if stretch == 0 else (full_lo if stretch == 1 else full_hi)
             part_stop = full_lo if stretch == 0 else (full_hi if stretch == 1 else stop)
             acc, l, m = attend(
                 acc, l, m, q, q_rest, k, v, table, part_start, part_stop, (lo, hi), position, window, rules, mask, base2, pages,
-                D, DV, MAIN, REST, BLOCK_DV, BLOCK_N, PAGE_SIZE, VALUES_IN_KEYS, NATURAL, PRECISION, stretch != 1)  # fmt: skip
+                MASK_MOD, D, DV, MAIN, REST, BLOCK_DV, BLOCK_N, PAGE_SIZE, VALUES_IN_KEYS, NATURAL, PRECISION, stretch != 1)  # fmt: skip
 
     if v_scale_ptr is not None:
         acc = acc * tl.load(v_scale_ptr + b * stride_v_scale + hk)
@@ -208,27 +213,22 @@ def attention_cached(
 
 def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor, call: CacheLaunch) -> None:
     """Fill out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); packed: (1, total, Hq, Dv) and (Hq, total), 0 and -inf outside the offsets."""
-    config, splits, part = call.config, call.splits, call.part
-    total = out.shape[0] * out.shape[1]
+    splits, total = call.splits, out.shape[0] * out.shape[1]
     work = None
     if splits > 1:
-        work = torch.empty(splits * total * call.heads * (call.dv + 2), dtype=torch.float32, device=out.device)
+        work = torch.empty(splits * total * call.heads * (out.shape[3] + 2), dtype=torch.float32, device=out.device)
     elif t.cu_seqlens_q is not None:
         out.zero_()
         lse.fill_(float("-inf"))
-    natural = {"NATURAL": call.natural, "DV": call.dv, "BLOCK_DV": call.block_dv, "enable_fp_fusion": True}
+    small = vectors(t)
     with on_device(out.device):
-        attention_cached[(call.programs * splits,)](
-            t.q, t.k_cache, t.v_cache, out, lse, work, *call.vectors(), *call.strides(),
-            call.kv_heads, call.group, call.size_q, total, call.row_tiles, splits, r.appended, call.capacity, t.k_cache.shape[0],
-            call.positions, r.softmax_scale, call.unit, call.unit_exact, call.softcap, call.window_left, call.window_right,
-            D=call.d, MAIN=call.main, REST=call.rest, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PART=part,
-            LEAST=call.least, PAGE_SIZE=call.page_size, ROTARY=call.rotary, INTERLEAVED=r.rotary_interleaved,
-            VALUES_IN_KEYS=call.values_in_keys, ALIGN=call.align, PRECISION=call.precision, num_warps=config.num_warps,
-            num_stages=config.num_stages, **natural,
+        run(
+            attention_cached, call.programs * splits, t.q, t.k_cache, t.v_cache, out, lse, work, *small, *call.strides,
+            call.kv_heads, call.group, call.size_q, total, call.row_tiles, splits, r.appended, call.capacity, *call.numbers,
+            *captured(t), **call.constants,
         )  # fmt: skip
         if work is not None:
-            merge_parts[(total * call.heads,)](
-                work, out, lse, t.cu_seqlens_q, call.heads, call.size_q, total, splits, t.batch, call.unit, call.unit_exact,
-                BLOCK_S=MERGED_AT_ONCE, num_warps=4, **natural,
+            run(
+                merge_parts, total * call.heads, work, out, lse, t.cu_seqlens_q, call.heads, call.size_q, total, splits, call.batch,
+                call.unit, call.unit_exact, BLOCK_S=MERGED_AT_ONCE, num_warps=4, **call.shared_constants,
             )  # fmt: skip

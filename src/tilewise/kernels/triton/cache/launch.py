@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ....plan import Target, target_of
-from ..configs import architecture, shared_limit
-from ..launch import LOG2E, WIDEST_WINDOW, alignment, as_bytes, broadcast_strides, contiguous, power_of_two_at_least, raw_scores, strides
+from ..configs import architecture, padded, shared_limit
+from ..emission import Facts, encoded, facts, forward_text, sizes
+from ..launch import LOG2E, WIDEST_WINDOW, as_bytes, contiguous, power_of_two_at_least, raw_scores, rows_aligned, used_strides
 from . import configs
 from .configs import Config
 
@@ -35,69 +36,159 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def config_of(t: CacheOperands, r: CacheRules, target: Target) -> Config | None:
-    """The tiles of a call on a device, None where none fit."""
-    dim, kv_heads = t.q.shape[3], t.k_cache.shape[2]
-    main, rest = configs.column_blocks(dim)
-    rows = max(1, r.max_seqlen_q * (t.q.shape[2] // kv_heads))
-    bits, cache_bits = 8 * t.q.element_size(), 8 * t.k_cache.element_size()
-    block_dv = max(16, 1 << (t.v_cache.shape[3] - 1).bit_length())
-    return configs.choose(
-        architecture(target),
-        shared_limit(target),
-        bits,
-        cache_bits,
-        rows,
-        main + rest,
-        block_dv,
-        values_in_keys(t, main),
-        t.page_table is not None,
+class Signature(NamedTuple):
+    """All that the choices of a reading call follow from: nothing of it is a value on the device, and a decoding loop repeats it."""
+
+    rules: CacheRules
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    q: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+    k: tuple[tuple[int, ...], tuple[int, ...]]
+    v: tuple[tuple[int, ...], tuple[int, ...]]
+    mask: tuple[tuple[int, ...], tuple[int, ...]] | None
+    table: tuple[tuple[int, ...], tuple[int, ...]] | None
+    items: int
+    slopes: int  # rows of each of these tensors, 0: there is none
+    k_scales: int
+    v_scales: int
+    rotary: tuple[int, int]  # positions and columns of the tables
+    at_16_bytes: bool  # q and the caches start at a multiple
+    same_start: bool  # values start where keys do
+    captured: tuple[Facts, ...]  # what the program of the mask reads
+
+
+def signature(t: CacheOperands, r: CacheRules) -> Signature:
+    """The signature of a call."""
+    q, k, v = t.q, t.k_cache, t.v_cache
+    starts = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    return Signature(
+        r,
+        q.device,
+        q.dtype,
+        k.dtype,
+        laid_out(q),
+        laid_out(k),
+        laid_out(v),
+        None if t.mask is None else laid_out(t.mask),
+        None if t.page_table is None else laid_out(t.page_table),
+        t.batch,
+        0 if t.alibi_slopes is None else len(t.alibi_slopes),
+        0 if t.k_descale is None else len(t.k_descale),
+        0 if t.v_descale is None else len(t.v_descale),
+        (0, 0) if t.rotary_cos is None else (t.rotary_cos.shape[0], t.rotary_cos.shape[1]),
+        not (starts[0] | starts[1] | starts[2]) & 15,
+        starts[1] == starts[2],
+        tuple(map(facts, t.captured)),
     )
 
 
-def values_in_keys(t: CacheOperands, main: int) -> bool:
+def laid_out(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return x.shape, x.stride()
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(s: Signature) -> CacheLaunch | None:
+    """The choices for a signature, None where no tile fits the device. Kept, since making them takes longer than a launch."""
+    config = config_of(s, target_of(s.device))
+    return None if config is None else CacheLaunch(s, config)
+
+
+def config_of(s: Signature, target: Target) -> Config | None:
+    """The tiles of a call on a device, None where none fit."""
+    (_, _, heads, dim), kv_heads = s.q[0], s.k[0][2]
+    main, rest = configs.column_blocks(dim)
+    return configs.choose(
+        architecture(target),
+        shared_limit(target),
+        8 * s.dtype.itemsize,
+        8 * s.cache_dtype.itemsize,
+        max(1, s.rules.max_seqlen_q * (heads // kv_heads)),
+        main + rest,
+        padded(s.v[0][3]),
+        values_in_keys(s, main),
+        s.table is not None,
+    )
+
+
+def values_in_keys(s: Signature, main: int) -> bool:
     """Whether values are the first dims of the keys, in the same memory: then one load of a tile serves both products."""
-    k, v = t.k_cache, t.v_cache
-    return v.shape[3] <= main == max(16, 1 << (v.shape[3] - 1).bit_length()) and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    dim_v = s.v[0][3]
+    return s.same_start and s.v[1] == s.k[1] and dim_v <= main == padded(dim_v)
 
 
 class CacheLaunch:
-    """The choices of one reading call. Nothing here depends on a value on the device."""
+    """The choices of all reading calls of one signature, and the arguments that follow from it."""
 
-    def __init__(self, t: CacheOperands, r: CacheRules) -> None:
-        self.t = t
-        self.heads, self.d = t.q.shape[2:]
-        self.kv_heads, self.dv = t.v_cache.shape[2:]
+    def __init__(self, s: Signature, config: Config) -> None:
+        r = s.rules
+        self.config, self.batch = config, s.items
+        _, _, self.heads, dim = s.q[0]
+        pages, slots, self.kv_heads, dim_v = s.v[0]
         self.group = self.heads // self.kv_heads
-        self.size_q = r.max_seqlen_q
-        self.capacity = t.capacity
-        self.page_size = 0 if t.page_table is None else t.k_cache.shape[1]
-        self.main, self.rest = configs.column_blocks(self.d)
-        self.block_dv = max(16, 1 << (self.dv - 1).bit_length())
-        self.values_in_keys = values_in_keys(t, self.main)
-        config = config_of(t, r, target_of(t.q.device))
-        assert config is not None  # `why_not` has asked
-        self.config = config
-
-        scaled_by_head = t.k_descale is not None
-        bits = 8 * t.q.element_size()
-        self.natural = bits == 32 or scaled_by_head or not raw_scores(r.softmax_scale, r.softcap, t.alibi_slopes is not None)
-        self.unit = 1.0 if self.natural else r.softmax_scale * LOG2E
+        main, rest = configs.column_blocks(dim)
+        bits = 8 * s.dtype.itemsize
+        natural = bits == 32 or bool(s.k_scales) or not raw_scores(r.softmax_scale, r.softcap, bool(s.slopes))
+        self.unit = 1.0 if natural else r.softmax_scale * LOG2E
         self.unit_exact = power_of_two_at_least(self.unit)
-        self.softcap = r.softcap if r.softcap > 0.0 else None
         self.window_left = min(r.window_left, WIDEST_WINDOW) if r.window_left >= 0 else None
         self.window_right = min(r.window_right, WIDEST_WINDOW) if r.window_right >= 0 else None
-        self.precision = "tf32" if r.allow_tf32 and bits == 32 else "ieee"
-        self.align = alignment(t.q, t.k_cache, t.v_cache)
-        self.rotary = 0 if t.rotary_cos is None else 2 * t.rotary_cos.shape[1]
-        self.positions = 0 if t.rotary_cos is None else t.rotary_cos.shape[0]
+        step = 16 // min(s.dtype.itemsize, s.cache_dtype.itemsize)
+        self.align = step if s.at_16_bytes and all(rows_aligned(*x, step) for x in (s.q, s.k, s.v)) else 1
 
+        self.size_q = r.max_seqlen_q
+        self.capacity = slots * (1 if s.table is None else s.table[0][1])
         self.row_tiles = -(-self.size_q * self.group // config.block_m)
-        self.programs = t.batch * self.kv_heads * self.row_tiles
+        self.programs = self.batch * self.kv_heads * self.row_tiles
         self.least = max(1, configs.LEAST_KEYS // config.block_n)
-        self.part, self.splits = self._splits(r)
+        part, self.splits = self._splits(r, s.device)
 
-    def _splits(self, r: CacheRules) -> tuple[int, int]:
+        table_stride = 0 if s.table is None else s.table[1][0] if s.table[1][1] == 1 else s.table[0][1]
+        by_item = ((s.slopes, self.heads), (s.k_scales, self.kv_heads), (s.v_scales, self.kv_heads))
+        self.strides = (
+            *self._strides(s.q), *self._strides(s.k), *self._strides(s.v),
+            *((0,) * 4 if s.mask is None else used_strides(*s.mask)), table_stride,
+            *(width if rows > 1 else 0 for rows, width in by_item),
+        )  # fmt: skip
+        self.numbers = (
+            pages, s.rotary[0], r.softmax_scale, self.unit, self.unit_exact, r.softcap if r.softcap > 0.0 else None, self.window_left,
+            self.window_right,
+        )  # fmt: skip
+        self.shared_constants = {"DV": dim_v, "BLOCK_DV": padded(dim_v), "NATURAL": natural, "enable_fp_fusion": True}
+        self.constants = {
+            "D": dim,
+            "MAIN": main,
+            "REST": rest,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "PART": part,
+            "LEAST": self.least,
+            "PAGE_SIZE": 0 if s.table is None else slots,
+            "ROTARY": 2 * s.rotary[1],
+            "INTERLEAVED": r.rotary_interleaved,
+            "VALUES_IN_KEYS": values_in_keys(s, main),
+            "ALIGN": self.align,
+            "MASK_MOD": self._program(s),
+            "PRECISION": "tf32" if r.allow_tf32 and bits == 32 else "ieee",
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **self.shared_constants,
+        }
+
+    def _strides(self, x: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int | None, ...]:
+        """(batch or page, position, head) strides in units of `align` elements, and that of the head dim, None where it is 1."""
+        shape, stride = x
+        outer = used_strides(shape, stride)[:3]
+        return *(n // self.align for n in outer), None if shape[3] == 1 or stride[3] == 1 else stride[3]
+
+    def _program(self, s: Signature) -> str:
+        """The mask function as the kernel runs it. Positions go from before the first key, where queries outnumber keys, to the last."""
+        if not s.rules.mask_mod:
+            return ""
+        indices = sizes(self.batch, self.heads, max(self.size_q, s.rules.appended), self.capacity, ragged=True)
+        return forward_text(s.rules.mask_mod, s.captured, indices)
+
+    def _splits(self, r: CacheRules, device: torch.device) -> tuple[int, int]:
         """(tiles of a part, parts): 0 tiles where parts are equal shares of what an item has, however much that is."""
         n, keys = self.config.block_n, self.capacity
         if self.window_left is not None and self.window_right is not None:  # no tile of rows sees more
@@ -108,33 +199,24 @@ class CacheLaunch:
         if r.batch_invariant:
             part = max(1, configs.INVARIANT_KEYS // n)
             return part, -(-key_tiles // part) + (keys < self.capacity)  # a window may begin inside a part
-        slots = multiprocessors(self.t.q.device) * self.config.per_multiprocessor
+        slots = multiprocessors(device) * self.config.per_multiprocessor
         return 0, configs.choose_splits(self.programs, key_tiles, self.least, slots)
 
-    def vectors(self) -> tuple[Tensor | None, ...]:
-        """The small tensors of the call, in the order of the kernel's arguments."""
-        t = self.t
-        return (
-            contiguous(t.cache_seqlens), table(t.page_table), contiguous(t.cache_batch_idx), contiguous(t.cache_leftpad),
-            contiguous(t.cu_seqlens_q), contiguous(t.rotary_cos), contiguous(t.rotary_sin), as_bytes(t.mask), contiguous(t.alibi_slopes),
-            contiguous(t.sink), contiguous(t.k_descale), contiguous(t.v_descale),
-        )  # fmt: skip
 
-    def strides(self) -> tuple[int | None, ...]:
-        """Strides of q, the caches, the mask, the table and what may have a row an item, in the order of the kernel's arguments."""
-        t, align = self.t, self.align
-        by_item = (t.alibi_slopes, t.k_descale, t.v_descale)
-        return (
-            *strides(t.q, align), *strides(t.k_cache, align), *strides(t.v_cache, align), *broadcast_strides(t.mask),
-            0 if t.page_table is None else table_stride(t.page_table),
-            *(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in by_item),
-        )  # fmt: skip
+def vectors(t: CacheOperands) -> tuple[Tensor | None, ...]:
+    """The small tensors of a call, in the order of the kernel's arguments."""
+    return (
+        contiguous(t.cache_seqlens), table(t.page_table), contiguous(t.cache_batch_idx), contiguous(t.cache_leftpad),
+        contiguous(t.cu_seqlens_q), contiguous(t.rotary_cos), contiguous(t.rotary_sin), as_bytes(t.mask), contiguous(t.alibi_slopes),
+        contiguous(t.sink), contiguous(t.k_descale), contiguous(t.v_descale),
+    )  # fmt: skip
+
+
+def captured(t: CacheOperands) -> tuple[Any, Any]:
+    """The tensors that the program of a mask reads, and their sizes and strides."""
+    return (tuple(map(as_bytes, t.captured)), tuple(map(encoded, t.captured))) if t.captured else (None, None)
 
 
 def table(page_table: Tensor | None) -> Tensor | None:
     """The table with adjacent entries in a row; rows may lie apart, as in a slice of a larger table."""
     return None if page_table is None else page_table if page_table.stride(1) == 1 else page_table.contiguous()
-
-
-def table_stride(page_table: Tensor) -> int:
-    return page_table.stride(0) if page_table.stride(1) == 1 else page_table.shape[1]

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..tiles import NEG_INF, tanh
+from ..programs import run_program, tanh
+from ..tiles import NEG_INF
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def columns(FIRST: tl.constexpr, COLS: tl.constexpr, dim_stride):
 
 @triton.jit
 def places(table, n0, offs_n, inside, pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(page, slot) of keys `offs_n`, 64-bit. A page that holds the whole tile is one number; without pages it is 0, the row being chosen."""
+    """(page, slot) of keys `offs_n`, 64-bit. A page that holds the whole tile is one number; it is 0 where there are no pages."""
     if PAGE_SIZE == 0:
         page, slot = tl.zeros([], tl.int64), offs_n.to(tl.int64)
     elif PAGE_SIZE % BLOCK_N == 0:
@@ -75,9 +76,11 @@ def load_turned(
 
 
 @triton.jit
-def cache_scores(qk, position, offs_n, inside, window, rules, mask_tile, NATURAL: tl.constexpr, MASKED: tl.constexpr):
-    """Scores [M, N] of rows that stand at `position` [M], -inf where hidden. `rules` is (scale, softcap, slope [M])."""
-    scale, softcap, slope = rules
+def cache_scores(
+    qk, position, offs_n, inside, window, rules, mask_tile, MASK_MOD: tl.constexpr, NATURAL: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Scores [M, N] of rows that stand at `position` [M], -inf where hidden. `rules` is (scale, softcap, slope [M], program)."""
+    scale, softcap, slope, program = rules
     s = qk * scale if NATURAL else qk
     if softcap is not None:
         s = softcap * tanh(s / softcap)
@@ -92,5 +95,7 @@ def cache_scores(qk, position, offs_n, inside, window, rules, mask_tile, NATURAL
             seen = seen & (offs_n[None, :] <= position[:, None] + window_right)
         if mask_tile is not None:
             seen = seen & (mask_tile != 0)
+        if MASK_MOD != "":
+            seen = seen & run_program(MASK_MOD, program, None, None, position, offs_n, (0, 0), False)
         s = tl.where(seen, s, NEG_INF)
     return s

@@ -1,0 +1,75 @@
+"""What the arguments of FlashAttention's functions, versions 2 and 3, mean to tilewise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import masks
+from ..errors import UnsupportedAttention
+
+
+def options(
+    *,
+    causal: bool,
+    window_size: Sequence[int],
+    softmax_scale: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    learnable_sink: Tensor | None,
+    sm_margin: int = 0,
+    attention_chunk: int = 0,
+    qv: Tensor | None = None,
+    scheduler_metadata: Any = None,
+) -> dict[str, Any]:
+    """The arguments that tilewise's three functions share. Raises UnsupportedAttention, in words, for what it cannot honour."""
+    if qv is not None:
+        raise UnsupportedAttention("qv (a second query that meets the values) is not supported; concatenate q with qv and k with v instead")
+    if sm_margin:
+        raise UnsupportedAttention(f"sm_margin={sm_margin}: tilewise cannot leave multiprocessors to another kernel; pass 0")
+    if scheduler_metadata is not None:
+        raise UnsupportedAttention("scheduler_metadata was made by another library; pass None, tilewise plans each call by itself")
+    if s_aux is not None and learnable_sink is not None and s_aux is not learnable_sink:
+        raise ValueError("s_aux and learnable_sink are two names of one argument; pass one of them")
+    return dict(
+        causal=causal,
+        window_size=tuple(window_size),
+        mask=masks.Chunked(attention_chunk) if attention_chunk else None,
+        softmax_scale=softmax_scale,
+        softcap=softcap or 0.0,
+        learnable_sink=s_aux if s_aux is not None else learnable_sink,
+    )
+
+
+def training(
+    *,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    alibi_slopes: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> dict[str, Any]:
+    """The further arguments of `attention` and `attention_varlen`. `deterministic=False` leaves the choice to torch's own switch."""
+    return dict(
+        dropout_p=dropout_p,
+        deterministic=deterministic or None,
+        alibi_slopes=alibi_slopes,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+
+
+def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
+    if return_attn_probs and dropout_p > 0:
+        raise UnsupportedAttention(
+            "return_attn_probs=True with dropout asks for the (Sq, Sk) matrix of probabilities, which never exists here; with dropout_p=0 "
+            "it returns (out, softmax_lse, None)"
+        )

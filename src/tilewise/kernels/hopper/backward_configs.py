@@ -1,0 +1,192 @@
+"""Tiles, stages and registers of the Hopper backward kernel, and the shared memory each choice needs; see `configs` for the forward's.
+
+A `BackwardTile` is what a person tunes, a `BackwardVariant` is what the compiler sees. Neither holds a length or a batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARPS = 8  # of the partition that computes: two warp groups
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """One CTA: `block_n` keys, which both warp groups share; rings of Q and dO tiles of `block_m` rows."""
+
+    block_m: int
+    block_n: int
+    stages: int  # of Q
+    do_stages: int
+    key_groups: int = 2  # 2: each warp group has half of the keys, P and dS stay in registers; 1: half of the columns, they are shared
+    dq_rows: int = 1  # warp groups along the rows of dQ; the other ones split its columns
+    early_dv: bool = False  # dV is issued before dS is computed: hides more, keeps P twice; needs P in registers
+    worker_registers: int = 24  # a thread of the warps that load and of those that add dQ
+    launch_registers: int = 168
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """Everything that the compiled kernel is specialised on."""
+
+    tile: BackwardTile
+    dtype: str  # "bf16" or "fp16"
+    dim: int  # columns of Q, K, dQ, dK: a power of two
+    dim_v: int  # columns of V, dO, dV: a power of two
+    right: bool = False  # window_right >= 0 (causal is 0)
+    left: bool = False  # window_left >= 0
+    lengths_q: bool = False
+    lengths_k: bool = False
+    hidden_keys: bool = False  # some key of a visited tile may be seen by no query: its K and V are cleared
+    hidden_rows: bool = False  # some query of a visited tile may see no key or lie beyond its length: its Q and dO are cleared
+    softcap: bool = False
+    alibi: bool = False
+    slope_gradient: bool = False
+    ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
+
+    @property
+    def block_m(self) -> int:
+        return self.tile.block_m
+
+    @property
+    def block_n(self) -> int:
+        return self.tile.block_n
+
+    @property
+    def stages(self) -> int:
+        return self.tile.stages
+
+    @property
+    def do_stages(self) -> int:
+        return self.tile.do_stages
+
+    @property
+    def share_p(self) -> bool:
+        return self.tile.key_groups == 1
+
+    @property
+    def dq_parts(self) -> int:
+        """dQ leaves in so many column parts, one after the other, through one buffer."""
+        return max(1, self.dim // 128)
+
+    @property
+    def dq_columns(self) -> int:
+        return self.dim // self.dq_parts
+
+    @property
+    def log2_block_m(self) -> int:
+        return self.tile.block_m.bit_length() - 1
+
+    @property
+    def log2_block_n(self) -> int:
+        return self.tile.block_n.bit_length() - 1
+
+    # Numbers of the shared-memory barriers, one after the other.
+    @property
+    def k_full(self) -> int:
+        return 0
+
+    @property
+    def v_full(self) -> int:
+        return 1
+
+    @property
+    def q_full(self) -> int:
+        return 2
+
+    @property
+    def q_empty(self) -> int:
+        return self.q_full + self.stages
+
+    @property
+    def do_full(self) -> int:
+        return self.q_empty + self.stages
+
+    @property
+    def do_empty(self) -> int:
+        return self.do_full + self.do_stages
+
+    @property
+    def dq_full(self) -> int:
+        """One for each adding warp: they take parts of dQ in turn."""
+        return self.do_empty + self.do_stages
+
+    @property
+    def dq_empty(self) -> int:
+        return self.dq_full + 2
+
+    @property
+    def barriers(self) -> int:
+        return self.dq_empty + 1
+
+    @property
+    def barrier_words(self) -> int:
+        """How many are allocated: more than needed, so that the compiler, which places large buffers first, puts them behind the tiles."""
+        return 64
+
+    # Bytes of the tiles.
+    @property
+    def q_bytes(self) -> int:
+        return self.block_m * self.dim * 2
+
+    @property
+    def do_bytes(self) -> int:
+        return self.block_m * self.dim_v * 2
+
+    @property
+    def row_bytes(self) -> int:
+        """One number a query."""
+        return self.block_m * 4
+
+    @property
+    def k_bytes(self) -> int:
+        return self.block_n * self.dim * 2
+
+    @property
+    def v_bytes(self) -> int:
+        return self.block_n * self.dim_v * 2
+
+    @property
+    def swizzle(self) -> int:
+        return min(128, 2 * self.dim)
+
+    @property
+    def swizzle_v(self) -> int:
+        return min(128, 2 * self.dim_v)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles, without barriers."""
+        q = self.stages * (self.q_bytes + self.row_bytes)
+        do = self.do_stages * (self.do_bytes + self.row_bytes)
+        scores = self.block_n * self.block_m * 2 * (2 if self.share_p else 1)
+        return q + do + self.k_bytes + self.v_bytes + scores + self.block_m * self.dq_columns * 4
+
+    @property
+    def barrier_offset(self) -> int:
+        """Where the barriers lie, behind every buffer that is not smaller than they are."""
+        rings = (stages * self.row_bytes for stages in (self.stages, self.do_stages))
+        return self.shared_bytes - sum(size for size in rings if size < 8 * self.barrier_words)
+
+
+_WIDE = BackwardTile(block_m=64, block_n=128, stages=2, do_stages=2, early_dv=True)
+
+TILES = {
+    "64": BackwardTile(block_m=128, block_n=128, stages=2, do_stages=2, dq_rows=2),
+    "64 featured": _WIDE,
+    "128": _WIDE,
+    "256": BackwardTile(block_m=64, block_n=64, stages=2, do_stages=1, key_groups=1),
+}
+
+
+def columns(head_dim: int) -> int:
+    """Columns of a tile for a head dim that is a multiple of 8: what lies past it is zero-filled."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def tile_name(head_dim: int, head_dim_v: int, featured: bool) -> str:
+    """The tile that serves a call. `featured`: softcap or ALiBi, whose terms need the registers of half a tile."""
+    widest = max(head_dim, head_dim_v)
+    if widest > 64:
+        return "128" if widest <= 128 else "256"
+    return "64 featured" if featured else "64"

@@ -1,0 +1,241 @@
+"""From a call's backward pass to its launches: the variant that serves it, its compiled kernel, descriptors and workspace.
+
+Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. The workspace is O(N): dQ in float32, two numbers a query and, where
+additions are ordered, one a query block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...plan import Cotangents, Gradients, Operands, Rules, Saved
+from . import tma_refusal
+from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
+from .backward_pass import attention_backward
+from .backward_rows import finish_queries, prepare_rows
+from .gluon_api import Descriptor, compile_kernel, shared_layout
+from .launch import L2_BYTES, LOG2_E, barrier_address, descriptor, element_type
+
+ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
+
+
+@dataclass(slots=True)
+class BackwardProgram:
+    """A compiled variant and where its barriers lie."""
+
+    variant: BackwardVariant
+    address: int
+    kernel: Any
+
+
+def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
+    """The Triton types of `attention_backward`'s arguments; `slopes` names the element type of the ALiBi slopes."""
+
+    def tiled(rows: int, width: int, swizzle: int) -> str:
+        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {width}],{shared_layout(swizzle, 4)!r}>"
+
+    row = f"tensordesc<fp32[{variant.block_m}],{shared_layout(0, 1, 32)!r}>"
+    special = {
+        "q_desc": tiled(variant.block_m, variant.dim, variant.swizzle),
+        "k_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
+        "v_desc": tiled(variant.block_n, variant.dim_v, variant.swizzle_v),
+        "do_desc": tiled(variant.block_m, variant.dim_v, variant.swizzle_v),
+        "lse_desc": row,
+        "delta_desc": row,
+        "dq_desc": f"tensordesc<fp32[{variant.block_m}, {variant.dq_columns}],{shared_layout(128, 2, 32)!r}>",
+        "dk_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
+        "dv_desc": tiled(variant.block_n, variant.dim_v, variant.swizzle_v),
+        "lengths_q_ptr": "*i32",
+        "lengths_k_ptr": "*i32",
+        "slopes_ptr": f"*{slopes}",
+        "dslopes_ptr": "*fp32",
+        "turns_ptr": "*i32",
+        "scale": "fp32",
+        "exp_scale": "fp32",
+        "softcap": "fp32",
+        "out_scale": "fp32",
+        "C": "constexpr",
+        "A": "constexpr",
+    }
+    return {name: special.get(name, "i32") for name in attention_backward.arg_names}
+
+
+def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
+    """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
+    types = signature(variant, slopes)
+    address = variant.barrier_offset
+    for _ in range(2):
+        kernel = compile_kernel(
+            attention_backward,
+            types,
+            {"C": variant, "A": address},
+            num_warps=WARPS,
+            maxnreg=variant.tile.launch_registers,
+        )
+        actual = barrier_address(kernel.asm["ptx"])
+        if actual == address:
+            return kernel, address
+        address = actual
+    raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
+
+
+def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardVariant:
+    """The kernel that serves a call; `why_not` has said that one does."""
+    seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
+    lengths = t.seqused_q is not None or t.seqused_k is not None
+    return BackwardVariant(
+        tile=TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None)],
+        dtype=element_type(t.q.dtype),
+        dim=columns(t.q.shape[3]),
+        dim_v=columns(t.v.shape[3]),
+        right=r.window_right >= 0,
+        left=r.window_left >= 0,
+        lengths_q=t.seqused_q is not None,
+        lengths_k=t.seqused_k is not None,
+        hidden_keys=t.seqused_k is not None or (r.window_left >= 0 and (lengths or seqlen_k - seqlen_q > r.window_left)),
+        hidden_rows=t.seqused_q is not None or (r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)),
+        softcap=r.softcap > 0,
+        alibi=t.alibi_slopes is not None,
+        slope_gradient=slope_gradient,
+        ordered=r.deterministic,
+    )
+
+
+_programs: dict[tuple, BackwardProgram] = {}
+
+
+def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
+    """The compiled kernel of a call, kept by everything that it is specialised on."""
+    q, slopes = t.q, t.alibi_slopes
+    surplus = t.k.shape[2] - q.shape[2]
+    key = (
+        q.dtype,
+        q.shape[3],
+        t.v.shape[3],
+        r.window_right >= 0,
+        r.window_left >= 0,
+        surplus > r.window_left,
+        -surplus > r.window_right,
+        t.seqused_q is None,
+        t.seqused_k is None,
+        r.softcap > 0,
+        None if slopes is None else slopes.dtype,
+        slope_gradient,
+        r.deterministic,
+        q.device.index,
+    )
+    found = _programs.get(key)
+    if found is None:
+        variant = variant_of(t, r, slope_gradient)
+        kernel, address = build(variant, "fp32" if slopes is None else element_type(slopes.dtype))
+        found = _programs[key] = BackwardProgram(variant, address, kernel)
+    return found
+
+
+def workspace_bytes(t: Operands, r: Rules) -> int:
+    """Device memory that a backward pass takes beside its gradients."""
+    batch, heads, seqlen_q, _ = t.q.shape
+    rows = batch * heads * -(-seqlen_q // ROW_PADDING) * ROW_PADDING
+    variant = variant_of(t, r)
+    return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0)
+
+
+def head_group(heads: int, bytes_per_head: int) -> int:
+    """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache."""
+    return max(1, min(heads, L2_BYTES // bytes_per_head))
+
+
+def _by_tma(x: Tensor) -> Tensor:
+    """x, or a contiguous tensor of its shape where TMA cannot address it."""
+    return x if tma_refusal(x) is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
+    """Fill the gradients. Shapes and strides as `why_not` allows them, no dimension of size 0, on the current device."""
+    q, k, v = t.q, t.k, t.v
+    slopes, sink, lengths_q, lengths_k = (
+        None if x is None else x.contiguous() for x in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k)
+    )
+    batch, heads, seqlen_q, dim = q.shape
+    heads_k, seqlen_k, dim_v = v.shape[1:]
+    program = program_for(t, r, grads.dalibi_slopes is not None)
+    variant = program.variant
+    padded = -(-seqlen_q // ROW_PADDING) * ROW_PADDING
+    row_blocks = padded // variant.block_m
+    rows = batch * heads * padded
+
+    dout = cot.dout
+    if dout is None:
+        dout = torch.zeros(saved.out.shape, dtype=q.dtype, device=q.device)
+    dout_16 = dout.to(q.dtype)
+    if tma_refusal(dout_16) is not None:
+        dout_16 = dout_16.contiguous()
+    acc = q.new_empty(rows, variant.dim, dtype=torch.float32)
+    row_lse, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
+    sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_blocks, dtype=torch.float32)
+    dlse = cot.dlse
+    prepare_rows[(row_blocks * batch * heads,)](
+        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
+        *saved.out.stride(), *dout.stride(), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
+        min(r.window_right, seqlen_q + seqlen_k), row_blocks, RIGHT=variant.right, ACC=variant.dim, PARTS=variant.dq_parts,
+        DIM_V=dim_v, BLOCK_DV=variant.dim_v, BLOCK_M=variant.block_m, num_warps=4,
+    )  # fmt: skip
+    if grads.dsink is not None and sinks is not None:
+        grads.dsink.copy_(sinks.sum((0, 2)))
+
+    dk = k.new_empty(k.shape) if grads.dk is None else _by_tma(grads.dk)
+    dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
+    key_blocks = -(-seqlen_k // variant.block_n)
+    dslopes = None if grads.dalibi_slopes is None else q.new_empty(batch, heads, key_blocks, dtype=torch.float32)
+    furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
+    pointer = delta.data_ptr()
+    kernel = program.kernel[(key_blocks * batch * heads_k, 1, 1)]
+    kernel(
+        descriptor(q),
+        descriptor(k),
+        descriptor(v),
+        descriptor(dout_16),
+        Descriptor(row_lse, [rows], [1]),
+        Descriptor(delta, [rows], [1]),
+        Descriptor(acc, [rows, variant.dim], [variant.dim, 1]),
+        descriptor(dk),
+        descriptor(dv),
+        pointer if lengths_q is None else lengths_q.data_ptr(),
+        pointer if lengths_k is None else lengths_k.data_ptr(),
+        pointer if slopes is None else slopes.data_ptr(),
+        pointer if dslopes is None else dslopes.data_ptr(),
+        pointer if turns is None else turns.data_ptr(),
+        r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else 1.0,
+        LOG2_E if variant.softcap else r.softmax_scale * LOG2_E,
+        r.softcap,
+        r.softmax_scale,
+        seqlen_q,
+        seqlen_k,
+        heads_k,
+        heads // heads_k,
+        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v)),
+        batch * heads_k,
+        row_blocks,
+        min(r.window_left, furthest),
+        min(r.window_right, furthest),
+        0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+        variant,
+        program.address,
+    )
+    if grads.dk is not None and dk is not grads.dk:
+        grads.dk.copy_(dk)
+    if grads.dv is not None and dv is not grads.dv:
+        grads.dv.copy_(dv)
+    if grads.dalibi_slopes is not None and dslopes is not None:
+        one_a_head = dslopes.sum(2)
+        grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)
+    if grads.dq is not None:
+        finish_queries[(row_blocks * batch * heads,)](
+            acc, turns, grads.dq, r.softmax_scale, *grads.dq.stride()[:3], heads, seqlen_q, row_blocks,
+            DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
+        )  # fmt: skip

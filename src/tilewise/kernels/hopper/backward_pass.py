@@ -1,0 +1,562 @@
+"""The Hopper backward kernel: five products a tile on wgmma, fed by TMA, one function a warp role.
+
+A CTA owns `block_n` keys of one key head. It keeps K and V in shared memory and dK and dV in registers, and walks the query blocks that
+see its keys, over all query heads that read them. Scores are recomputed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
+feed dV and dK as register operands; only dS passes through shared memory, for dQ = dS K, which leaves by TMA as float32 additions to
+memory. The split of the work is FlashAttention-3's (Shah et al. 2024, appendix B.2, after Dao 2023); `docs/hopper-backward.md` draws who
+waits for whom.
+
+Barriers (shared memory), with the one who arrives and the one who waits:
+
+| barrier | arrives | waits |
+|---|---|---|
+| k_full, v_full | TMA | both computing warp groups, once |
+| q_full, do_full | TMA: Q with its LSE, dO with its delta | both computing warp groups |
+| q_empty, do_empty | each warp group, behind the wgmma wait that ends the reading | loading warp |
+| dq_full | each computing warp: its share of a part of dQ is written | the adding warp whose turn it is |
+| dq_empty | that adding warp: TMA has read it | both computing warp groups |
+"""
+
+from .backward_configs import WARPS
+from .backward_walk import (
+    BackwardProblem,
+    distances,
+    find_keys,
+    first_key_block,
+    hide,
+    is_cut,
+    plain_blocks,
+    seen_keys,
+    seen_rows,
+)
+from .barriers import (
+    arrive,
+    arrive_each_warp,
+    await_turn,
+    give_turn,
+    phase_of,
+    settled,
+    shared_address,
+    stage_of,
+    thread_in_warpgroup,
+    wait,
+)
+from .forward_pass import LOG2_E, reciprocal
+from .gluon_api import (
+    BarrierLayout,
+    aggregate,
+    barrier_init,
+    block_barrier,
+    constexpr_function,
+    descriptor_type,
+    expect_bytes,
+    fence_async_shared,
+    gl,
+    jit,
+    memdesc_type,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+NUM_WARPS = gl.constexpr(WARPS)
+
+
+@aggregate
+class Buffers:
+    """Shared memory of a CTA. Tiles keep their descriptor's rank; `reshape` drops the unit dimensions."""
+
+    q: memdesc_type  # [stages, 1, 1, block_m, dim]
+    do: memdesc_type  # [stages, 1, 1, block_m, dim_v]
+    lse: memdesc_type  # [stages, block_m]
+    delta: memdesc_type  # [stages, block_m]
+    k: memdesc_type  # [1, 1, block_n, dim]
+    v: memdesc_type  # [1, 1, block_n, dim_v]
+    p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
+    ds: memdesc_type  # [block_n, block_m]
+    dq: memdesc_type  # [block_m, dq_columns] float32
+    barriers: memdesc_type
+
+    @constexpr_function
+    def __init__(self, q, do, lse, delta, k, v, p, ds, dq, barriers):
+        self.q = q
+        self.do = do
+        self.lse = lse
+        self.delta = delta
+        self.k = k
+        self.v = v
+        self.p = p
+        self.ds = ds
+        self.dq = dq
+        self.barriers = barriers
+
+
+@aggregate
+class Descriptors:
+    q: descriptor_type
+    k: descriptor_type
+    v: descriptor_type
+    do: descriptor_type
+    lse: descriptor_type  # all rows of all heads, each head padded to whole blocks
+    delta: descriptor_type
+    dq: descriptor_type  # likewise, [rows, dim] float32
+    dk: descriptor_type
+    dv: descriptor_type
+
+    @constexpr_function
+    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.do = do
+        self.lse = lse
+        self.delta = delta
+        self.dq = dq
+        self.dk = dk
+        self.dv = dv
+
+
+@jit
+def row_of(C: gl.constexpr, p, tile, head, block):
+    """Where a query block starts in LSE, delta and the accumulator of dQ."""
+    return ((tile.batch * p.heads_k * p.group + head) * p.row_blocks + block) * C.block_m
+
+
+# ---------------------------------------------------------------------------------------------------------- loading, adding
+
+
+@jit
+def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
+    """One warp: K and V once, then Q with its LSE and dO with its delta, block after block."""
+    base = shared_address(A, p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
+    k_full = mem.barriers.index(C.k_full)
+    v_full = mem.barriers.index(C.v_full)
+    expect_bytes(k_full, C.k_bytes)
+    tma_load(desc.k, [tile.batch, tile.head_k, tile.key, 0], k_full, mem.k)
+    expect_bytes(v_full, C.v_bytes)
+    tma_load(desc.v, [tile.batch, tile.head_k, tile.key, 0], v_full, mem.v)
+    count = 0
+    for g in range(p.group):
+        head = tile.head_k * p.group + g
+        for j in range(tile.blocks):
+            block = tile.last_block - j
+            row = row_of(C, p, tile, head, block)
+            stage = stage_of(count, C.stages)
+            wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
+            q_full = mem.barriers.index(C.q_full + stage)
+            expect_bytes(q_full, C.q_bytes + C.row_bytes)
+            tma_load(desc.q, [tile.batch, head, block * C.block_m, 0], q_full, mem.q.index(stage))
+            tma_load(desc.lse, [row], q_full, mem.lse.index(stage))
+            do_stage = stage_of(count, C.do_stages)
+            wait(base + 8 * (C.do_empty + do_stage), phase_of(count, C.do_stages) ^ 1)
+            do_full = mem.barriers.index(C.do_full + do_stage)
+            expect_bytes(do_full, C.do_bytes + C.row_bytes)
+            tma_load(desc.do, [tile.batch, head, block * C.block_m, 0], do_full, mem.do.index(do_stage))
+            tma_load(desc.delta, [row], do_full, mem.delta.index(do_stage))
+            count += 1
+
+
+@jit
+def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
+    """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
+    one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
+    """
+    PARTS: gl.constexpr = C.dq_parts
+    base = shared_address(A, p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
+    last = p.group * tile.blocks * PARTS
+    count = WARP
+    head = tile.head_k * p.group
+    block = tile.last_block - WARP // PARTS
+    while count < last:
+        while block <= tile.last_block - tile.blocks:
+            block += tile.blocks
+            head += 1
+        part = (count & 1) if PARTS == 2 else 0
+        row = row_of(C, p, tile, head, block)
+        if C.ordered:
+            turn = tile.block - first_key_block(C, p, tile, block)
+            turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
+            await_turn(turn_ptr, turn)
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            if turn == 0:
+                tma_store(desc.dq, [row, part * C.dq_columns], mem.dq)
+            else:
+                tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+        else:
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+        tma_store_wait(0)
+        arrive_each_warp(base + 8 * C.dq_empty)
+        if C.ordered:
+            give_turn(turn_ptr, count)
+        count += 2
+        block -= 2 // PARTS
+
+
+# ---------------------------------------------------------------------------------------------------------------- computing
+
+
+@jit
+def clear_outside(tile, first, end):
+    """Zero the rows of a tile in shared memory that are not in [first, end): what nobody sees may be NaN, and 0 * NaN is NaN.
+
+    The other warps may read the tile after the next `fence_async_shared` and `block_barrier`.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [NUM_WARPS, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    x = tile.load(layout)
+    tile.store(gl.where((rows >= first) & (rows < end), x, gl.zeros_like(x)))
+
+
+@jit
+def clear_hidden_keys(C: gl.constexpr, p, mem, tile):
+    first, end = seen_keys(C, p, tile)
+    if (tile.key < first) | (tile.key + C.block_n > end):
+        clear_outside(mem.k.reshape([C.block_n, C.dim]), first - tile.key, end - tile.key)
+        clear_outside(mem.v.reshape([C.block_n, C.dim_v]), first - tile.key, end - tile.key)
+        fence_async_shared()
+        block_barrier()
+
+
+@jit
+def clear_hidden_rows(C: gl.constexpr, p, q, do, tile, block):
+    first, end = seen_rows(C, p, tile)
+    row = block * C.block_m
+    if (row < first) | (row + C.block_m > end):
+        clear_outside(q, first - row, end - row)
+        clear_outside(do, first - row, end - row)
+        fence_async_shared()
+        block_barrier()
+
+
+@jit
+def partial_sums(C: gl.constexpr, x):
+    """[block_n, block_m] -> [block_n, warp groups along the columns, 4]: what each thread can add up alone."""
+    SPLIT: gl.constexpr = 2 // C.tile.key_groups
+    BLOCK_N: gl.constexpr = C.block_n
+    PAIRS: gl.constexpr = C.block_m // SPLIT // 8
+    return gl.sum(gl.sum(gl.reshape(x, [BLOCK_N, SPLIT, PAIRS, 4, 2]), 4), 2)
+
+
+@jit
+def hand_over(C: gl.constexpr, mem, base, number, part):
+    """Put a part of dQ [block_m, dq_columns] where the adding warps take it. `number` counts the parts of this CTA."""
+    wait(base + 8 * C.dq_empty, (number & 1) ^ 1)
+    mem.dq.store(part)
+    arrive_each_warp(base + 8 * (C.dq_full + (number & 1)))
+
+
+@jit
+def halves(C: gl.constexpr, dq):
+    """The two parts of dQ [block_m, 256]: each has the first or the second half of every warp group's columns, so that no register
+    changes its thread; `finish_queries` puts the columns in order again.
+    """
+    BLOCK_M: gl.constexpr = C.block_m
+    first, second = gl.split(gl.permute(gl.reshape(dq, [BLOCK_M, 2, 2, 64]), (0, 1, 3, 2)))
+    return gl.reshape(first, [BLOCK_M, 128]), gl.reshape(second, [BLOCK_M, 128])
+
+
+@jit
+def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv, rest, dslope):
+    """What one query block adds to dK, dV and dslope, and its dQ. `count` numbers the query blocks of this CTA; `rest` is the second part
+    of dQ of the block before, where it leaves in two: it waits for the first to be gone under this block's first products.
+    """
+    BLOCK_M: gl.constexpr = C.block_m
+    BLOCK_N: gl.constexpr = C.block_n
+    DIM: gl.constexpr = C.dim
+    DIM_V: gl.constexpr = C.dim_v
+    DQ_ROWS: gl.constexpr = C.tile.dq_rows
+    GROUPS: gl.constexpr = C.tile.key_groups
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * GROUPS, 2 // GROUPS], [16, BLOCK_M * GROUPS // 2, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * DQ_ROWS, 2 // DQ_ROWS], [16, DIM * DQ_ROWS // 2, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dtype: gl.constexpr = mem.k.dtype
+    stage = stage_of(count, C.stages)
+    phase = phase_of(count, C.stages)
+    do_stage = stage_of(count, C.do_stages)
+    do_phase = phase_of(count, C.do_stages)
+    q = mem.q.index(stage).reshape([BLOCK_M, DIM])
+    do = mem.do.index(do_stage).reshape([BLOCK_M, DIM_V])
+    k = mem.k.reshape([BLOCK_N, DIM])
+    v = mem.v.reshape([BLOCK_N, DIM_V])
+
+    wait(base + 8 * (C.q_full + stage), phase)
+    if C.hidden_rows:
+        wait(base + 8 * (C.do_full + do_stage), do_phase)
+        clear_hidden_rows(C, p, q, do, tile, block)
+    zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
+    s_future = warpgroup_mma(k, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    lse_log2 = mem.lse.index(stage).load(row_layout)
+    wait(base + 8 * (C.do_full + do_stage), do_phase)
+    zero_dp = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
+    dp_future = warpgroup_mma(v, do.permute((1, 0)), zero_dp, use_acc=False, is_async=True)
+    if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
+        if count > 0:
+            hand_over(C, mem, base, 1, rest)
+    s = warpgroup_mma_wait(1, deps=[s_future])  # [block_n, block_m]
+    if C.softcap:
+        # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale; its derivative is 4 r (1 - r) of the same quotient
+        r = reciprocal(1.0 + gl.exp2(s * p.scale))
+        s = p.softcap - 2.0 * p.softcap * r
+    exponent = s * p.exp_scale - lse_log2[None, :]
+    if C.alibi:
+        exponent = exponent - slope_log2 * distances(C, tile, block, s_layout)
+    prob = gl.exp2(exponent)
+    if is_cut(block, plain_first, plain_end):
+        prob = hide(C, p, tile, block, prob)
+    # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
+    wait(base + 8 * C.k_full, 0)
+    delta = mem.delta.index(do_stage).load(row_layout)
+    if C.share_p:
+        if C.tile.early_dv:
+            block_barrier()  # the other warp group may still have read P and dS of the block before
+            mem.p.store(prob.to(dtype))
+            fence_async_shared()
+            block_barrier()
+            dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp_future])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp_future])
+    elif C.tile.early_dv:
+        prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
+        dp = warpgroup_mma_wait(0, deps=[dp_future])
+        dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
+    else:
+        dp = warpgroup_mma_wait(0, deps=[dp_future])
+    ds = prob * (dp - delta[None, :])
+    if C.slope_gradient:
+        dslope -= partial_sums(C, ds * distances(C, tile, block, s_layout))
+    if C.softcap:
+        ds = ds * (4.0 * r - 4.0 * r * r)
+    ds = ds.to(dtype)
+    mem.ds.store(ds)
+    zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
+    if C.share_p:
+        if not C.tile.early_dv:
+            mem.p.store(prob.to(dtype))
+        fence_async_shared()
+        block_barrier()
+        if not C.tile.early_dv:
+            dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
+        dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+        dk_future = warpgroup_mma(mem.ds, q, dk, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=[dv_future])
+        arrive(base + 8 * (C.do_empty + do_stage), thread)
+        dq = warpgroup_mma_wait(1, deps=[dq_future])
+    else:
+        if not C.tile.early_dv:
+            prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
+            dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
+        fence_async_shared()
+        block_barrier()
+        dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+        dv, prob_16 = warpgroup_mma_wait(1, deps=[dv_future, prob_16])
+        arrive(base + 8 * (C.do_empty + do_stage), thread)
+        ds_16 = gl.convert_layout(ds, ds_layout)
+        dk_future = warpgroup_mma(ds_16, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq_future])
+    if C.dq_parts == 1:
+        hand_over(C, mem, base, count, dq)
+    else:
+        first, rest = halves(C, dq)
+        hand_over(C, mem, base, 0, first)
+        rest = settled(rest)
+    if C.share_p:
+        dk = warpgroup_mma_wait(0, deps=[dk_future])
+    else:
+        dk, ds_16 = warpgroup_mma_wait(0, deps=[dk_future, ds_16])
+    arrive(base + 8 * (C.q_empty + stage), thread)
+    return dk, dv, rest, dslope
+
+
+@jit
+def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
+    """Both warp groups: each has its half of the keys, or of the columns, of S, dP, dK and dV, and its part of every block of dQ."""
+    BLOCK_M: gl.constexpr = C.block_m
+    BLOCK_N: gl.constexpr = C.block_n
+    DIM: gl.constexpr = C.dim
+    DIM_V: gl.constexpr = C.dim_v
+    base = shared_address(A, p.seqlen_q)
+    thread = thread_in_warpgroup(p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
+    plain_first, plain_end = plain_blocks(C, p, tile)
+    GROUPS: gl.constexpr = C.tile.key_groups
+    WARPS_PER_CTA: gl.constexpr = [4 * GROUPS, 2 // GROUPS]
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM * GROUPS // 2, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM_V * GROUPS // 2, 16])
+    dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=dk_layout)
+    dv = gl.zeros([BLOCK_N, DIM_V], gl.float32, layout=dv_layout)
+    wait(base + 8 * C.k_full, 0)
+    wait(base + 8 * C.v_full, 0)
+    if C.hidden_keys:
+        clear_hidden_keys(C, p, mem, tile)
+    rest = 0
+    if C.dq_parts == 2:
+        dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
+        _, rest = halves(C, gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout))
+    count = 0
+    for g in range(p.group):
+        slope_log2 = 0.0
+        dslope = 0
+        head = tile.head_k * p.group + g
+        if C.slope_gradient:
+            s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, BLOCK_M * GROUPS // 2, 16])
+            dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
+        if C.alibi:
+            slope_log2 = gl.load(p.slopes_ptr + tile.batch * p.stride_slopes + head).to(gl.float32) * LOG2_E
+        for j in range(tile.blocks):
+            block = tile.last_block - j
+            dk, dv, rest, dslope = add_block(
+                C, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv, rest, dslope
+            )
+            count += 1
+        if C.slope_gradient:
+            query_head = tile.batch * p.heads_k * p.group + head
+            key_blocks = (p.seqlen_k + BLOCK_N - 1) >> C.log2_block_n
+            total = gl.sum(gl.sum(gl.sum(dslope, 2), 1), 0)
+            gl.store(p.dslopes_ptr + query_head.to(gl.int64) * key_blocks + tile.block, total)
+    if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
+        if count > 0:
+            hand_over(C, mem, base, 1, rest)
+    # All products are done in every warp: K and V make room for what leaves.
+    block_barrier()
+    mem.v.reshape([BLOCK_N, DIM_V]).store(dv.to(mem.v.dtype))
+    mem.k.reshape([BLOCK_N, DIM]).store((dk * p.out_scale).to(mem.k.dtype))
+    fence_async_shared()
+    tma_store(desc.dv, [tile.batch, tile.head_k, tile.key, 0], mem.v)
+    tma_store(desc.dk, [tile.batch, tile.head_k, tile.key, 0], mem.k)
+    tma_store_wait(0)
+
+
+# ------------------------------------------------------------------------------------------------------------------- kernel
+
+
+@jit(
+    do_not_specialize=[
+        "scale",
+        "exp_scale",
+        "softcap",
+        "out_scale",
+        "seqlen_q",
+        "seqlen_k",
+        "heads_k",
+        "group",
+        "head_group",
+        "batch_heads",
+        "row_blocks",
+        "window_left",
+        "window_right",
+        "stride_slopes",
+    ],
+    do_not_specialize_on_alignment=["lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "dslopes_ptr", "turns_ptr"],
+)
+def attention_backward(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse_desc,
+    delta_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    lengths_q_ptr,
+    lengths_k_ptr,
+    slopes_ptr,
+    dslopes_ptr,
+    turns_ptr,
+    scale,
+    exp_scale,
+    softcap,
+    out_scale,
+    seqlen_q,
+    seqlen_k,
+    heads_k,
+    group,
+    head_group,
+    batch_heads,
+    row_blocks,
+    window_left,
+    window_right,
+    stride_slopes,
+    C: gl.constexpr,
+    A: gl.constexpr,
+):
+    """Grid: key tiles, for each key head of the batch. C is the `BackwardVariant`, A where the barriers lie in shared memory."""
+    STAGES: gl.constexpr = C.stages
+    DO_STAGES: gl.constexpr = C.do_stages
+    BLOCK_M: gl.constexpr = C.block_m
+    BLOCK_N: gl.constexpr = C.block_n
+    DIM: gl.constexpr = C.dim
+    DIM_V: gl.constexpr = C.dim_v
+    DQ_COLUMNS: gl.constexpr = C.dq_columns
+    BARRIERS: gl.constexpr = C.barrier_words
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    k = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, DIM], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_N, DIM_V], v_desc.layout)
+    q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q_desc.layout)
+    do = gl.allocate_shared_memory(do_desc.dtype, [DO_STAGES, 1, 1, BLOCK_M, DIM_V], do_desc.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
+    if C.share_p:
+        prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
+    else:
+        prob = ds
+    dq = gl.allocate_shared_memory(gl.float32, [BLOCK_M, DQ_COLUMNS], dq_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BarrierLayout())
+    barrier_init(barriers.index(C.k_full), count=1)
+    barrier_init(barriers.index(C.v_full), count=1)
+    for s in gl.static_range(STAGES):
+        barrier_init(barriers.index(C.q_full + s), count=1)
+        barrier_init(barriers.index(C.q_empty + s), count=2)
+    for s in gl.static_range(DO_STAGES):
+        barrier_init(barriers.index(C.do_full + s), count=1)
+        barrier_init(barriers.index(C.do_empty + s), count=2)
+    barrier_init(barriers.index(C.dq_full), count=NUM_WARPS)
+    barrier_init(barriers.index(C.dq_full + 1), count=NUM_WARPS)
+    barrier_init(barriers.index(C.dq_empty), count=1)
+    fence_async_shared()
+    desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
+    mem = Buffers(q, do, lse, delta, k, v, prob, ds, dq, barriers)
+    p = BackwardProblem(
+        lengths_q_ptr,
+        lengths_k_ptr,
+        slopes_ptr,
+        dslopes_ptr,
+        turns_ptr,
+        scale,
+        exp_scale,
+        softcap,
+        out_scale,
+        seqlen_q,
+        seqlen_k,
+        heads_k,
+        group,
+        head_group,
+        batch_heads,
+        row_blocks,
+        window_left,
+        window_right,
+        stride_slopes,
+    )
+    warp_specialize(
+        [
+            (compute, (C, A, p, desc, mem)),
+            (load_tiles, (C, A, p, desc, mem)),
+            (add_queries, (C, A, p, desc, mem, 0)),
+            (add_queries, (C, A, p, desc, mem, 1)),
+        ],
+        [1, 1, 1],
+        [C.tile.worker_registers, C.tile.worker_registers, C.tile.worker_registers],
+    )

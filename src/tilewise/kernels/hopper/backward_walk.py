@@ -1,0 +1,209 @@
+"""The walk of the Hopper backward kernel: which keys a CTA owns, which query blocks see them, and what is masked.
+
+All roles of a CTA call the same functions, so they agree without talking to each other. Query blocks are visited from the last to the
+first: CTAs of neighbouring keys, which start one after the other, then reach a query block in the order of their keys, each a little later
+than the one before, and adding dQ in that order costs little.
+"""
+
+from .gluon_api import aggregate, constexpr_function, gl, jit
+from .walk import columns, divide
+
+
+@aggregate
+class BackwardProblem:
+    """Scalars and pointers of one call."""
+
+    lengths_q_ptr: gl.tensor
+    lengths_k_ptr: gl.tensor
+    slopes_ptr: gl.tensor
+    dslopes_ptr: gl.tensor  # float32 (B * Hq, key blocks): what each tile of keys adds to the gradient of its slope
+    turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have been added to each block of dQ
+    scale: gl.tensor  # of q.k, where it is applied before the exponential
+    exp_scale: gl.tensor  # turns a score into the exponent of 2
+    softcap: gl.tensor
+    out_scale: gl.tensor  # of dK
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    heads_k: gl.tensor
+    group: gl.tensor  # query heads a key head serves
+    head_group: gl.tensor  # key heads that are worked on together
+    batch_heads: gl.tensor  # key heads of the batch
+    row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
+    window_left: gl.tensor
+    window_right: gl.tensor
+    stride_slopes: gl.tensor
+
+    @constexpr_function
+    def __init__(
+        self,
+        lengths_q_ptr,
+        lengths_k_ptr,
+        slopes_ptr,
+        dslopes_ptr,
+        turns_ptr,
+        scale,
+        exp_scale,
+        softcap,
+        out_scale,
+        seqlen_q,
+        seqlen_k,
+        heads_k,
+        group,
+        head_group,
+        batch_heads,
+        row_blocks,
+        window_left,
+        window_right,
+        stride_slopes,
+    ):
+        self.lengths_q_ptr = lengths_q_ptr
+        self.lengths_k_ptr = lengths_k_ptr
+        self.slopes_ptr = slopes_ptr
+        self.dslopes_ptr = dslopes_ptr
+        self.turns_ptr = turns_ptr
+        self.scale = scale
+        self.exp_scale = exp_scale
+        self.softcap = softcap
+        self.out_scale = out_scale
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.heads_k = heads_k
+        self.group = group
+        self.head_group = head_group
+        self.batch_heads = batch_heads
+        self.row_blocks = row_blocks
+        self.window_left = window_left
+        self.window_right = window_right
+        self.stride_slopes = stride_slopes
+
+
+@aggregate
+class KeyTile:
+    """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down."""
+
+    batch: gl.tensor
+    head_k: gl.tensor
+    block: gl.tensor
+    key: gl.tensor  # the first one
+    keys_end: gl.tensor  # keys from here on are masked
+    rows_end: gl.tensor  # the query length
+    shift: gl.tensor  # query row i stands at position i + shift
+    last_block: gl.tensor
+    blocks: gl.tensor
+
+    @constexpr_function
+    def __init__(self, batch, head_k, block, key, keys_end, rows_end, shift, last_block, blocks):
+        self.batch = batch
+        self.head_k = head_k
+        self.block = block
+        self.key = key
+        self.keys_end = keys_end
+        self.rows_end = rows_end
+        self.shift = shift
+        self.last_block = last_block
+        self.blocks = blocks
+
+
+@jit
+def find_keys(C: gl.constexpr, p, number):
+    """The `number`-th tile of keys. Inside a group of heads the first keys of all come first: they are the longest under a causal mask, and
+    a CTA then follows the one whose additions to dQ it waits for at a distance.
+    """
+    key_blocks = (p.seqlen_k + C.block_n - 1) >> C.log2_block_n
+    section_size = key_blocks * p.head_group
+    section = divide(number, section_size)
+    inside = number - section * section_size
+    first_head = section * p.head_group
+    section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
+    block = divide(inside, section_heads)
+    batch_head = first_head + (inside - block * section_heads)
+    batch = divide(batch_head, p.heads_k)
+    length_q = p.seqlen_q
+    length_k = p.seqlen_k
+    if C.lengths_q:
+        length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
+    if C.lengths_k:
+        length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
+    shift = length_k - length_q
+    key = block * C.block_n
+    begin = length_q * 0
+    end = length_q
+    if C.right:
+        begin = gl.maximum(begin, key - shift - p.window_right)
+    if C.left:
+        end = gl.minimum(end, gl.minimum(key + C.block_n, length_k) - shift + p.window_left)
+    first_block = begin >> C.log2_block_m
+    last_block = (end - 1) >> C.log2_block_m
+    empty = (end <= begin) | (key >= length_k)
+    blocks = gl.where(empty, 0, last_block - first_block + 1)
+    return KeyTile(batch, batch_head - batch * p.heads_k, block, key, length_k, length_q, shift, last_block, blocks)
+
+
+@jit
+def seen_rows(C: gl.constexpr, p, tile):
+    """[first, end) of the queries that see any key at all."""
+    first = tile.shift * 0
+    end = tile.rows_end
+    if C.right:
+        first = gl.maximum(first, -tile.shift - p.window_right)
+    return first, gl.where(tile.keys_end > 0, end, first)
+
+
+@jit
+def seen_keys(C: gl.constexpr, p, tile):
+    """[first, end) of the keys that any query sees."""
+    first = tile.shift * 0
+    if C.left:
+        first = gl.maximum(first, tile.shift - p.window_left)
+    return first, tile.keys_end
+
+
+@jit
+def plain_blocks(C: gl.constexpr, p, tile):
+    """[first, end) of the query blocks of which every row sees every key of the tile: no mask there."""
+    first = tile.shift * 0
+    end = p.row_blocks
+    if C.right:
+        first = (tile.key + C.block_n - 1 - tile.shift - p.window_right + C.block_m - 1) >> C.log2_block_m
+    if C.left:
+        end = gl.minimum(end, (tile.key - tile.shift + p.window_left + 1) >> C.log2_block_m)
+    return first, gl.where(tile.key + C.block_n > tile.keys_end, first, end)
+
+
+@jit
+def first_key_block(C: gl.constexpr, p, tile, block):
+    """The first key block that adds to a block of dQ. Those that do are neighbours."""
+    first = block * 0
+    if C.left:
+        first = gl.maximum(block * C.block_m + tile.shift - p.window_left, 0) >> C.log2_block_n
+    return first
+
+
+@jit
+def hide(C: gl.constexpr, p, tile, block, prob):
+    """0 where a query does not see a key. prob [block_n, block_m] are the probabilities of query block `block`, transposed."""
+    layout: gl.constexpr = prob.type.layout
+    constant, lane = columns(layout, C.block_m)
+    keys = tile.key + gl.arange(0, C.block_n, layout=gl.SliceLayout(1, layout))[:, None]
+    prob = gl.where(keys < tile.keys_end, prob, 0.0)
+    position = keys - (tile.shift + block * C.block_m)  # of the query of the block that stands at the key
+    if C.right:
+        prob = gl.where(constant >= position - p.window_right - lane, prob, 0.0)
+    if C.left:
+        prob = gl.where(constant <= position + p.window_left - lane, prob, 0.0)
+    return prob
+
+
+@jit
+def distances(C: gl.constexpr, tile, block, layout: gl.constexpr):
+    """|p - j| [block_n, block_m] in float32, for ALiBi."""
+    constant, lane = columns(layout, C.block_m)
+    keys = tile.key + gl.arange(0, C.block_n, layout=gl.SliceLayout(1, layout))[:, None]
+    position = (keys - (tile.shift + block * C.block_m) - lane).to(gl.float32)
+    return gl.abs(position - constant.to(gl.float32))
+
+
+@jit
+def is_cut(block, plain_first, plain_end):
+    """Whether some row of a query block misses some key of the tile."""
+    return (block < plain_first) | (block >= plain_end)

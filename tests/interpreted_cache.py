@@ -1,0 +1,141 @@
+"""The cache kernels in Triton's interpreter, on the CPU: run by `test_kvcache_kernels` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import attention_with_kvcache, plan
+from tilewise.kernels import tiled_cache
+from tilewise.kernels.triton import cache
+from tilewise.kernels.triton.cache import configs
+from tilewise.kvcache import ops
+
+from . import cache_cases
+
+served: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch):
+    """The kernels decline the CPU; here they are meant to run on it, and to say so if they do not serve a call."""
+
+    def backend(t, r):
+        reason = cache.why_not(t, r, plan.target_of(t.q.device))
+        served.append(reason or "triton")
+        return cache if reason is None else tiled_cache
+
+    served.clear()
+    monkeypatch.setattr(cache, "_device_reason", lambda target: None)
+    monkeypatch.setattr(ops, "backend", backend)
+    monkeypatch.setattr(ops, "append_backend", lambda t: cache)
+    monkeypatch.setattr(tiled_cache, "TILE_KEYS", 16)
+    monkeypatch.setattr(configs, "INVARIANT_KEYS", 32)
+    monkeypatch.setattr(configs, "LEAST_KEYS", 16)
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_calls(seed):
+    cache_cases.check(cache_cases.random_call(seed, (torch.float32, torch.float16)))
+    assert served == ["triton"]
+
+
+def cached(batch: int, capacity: int, size_q: int = 1, heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(batch, size_q, heads, 16), *(torch.randn(batch, capacity, 2, 16) for _ in range(2))
+
+
+def test_the_split_changes_nothing_but_rounding():
+    q, k_cache, v_cache = cached(2, 90, 3)
+    used, sink = torch.tensor([90, 11], dtype=torch.int32), torch.randn(4)
+    options = {"cache_seqlens": used, "causal": True, "learnable_sink": sink, "return_aux": "lse"}
+    whole, whole_aux = attention_with_kvcache(q, k_cache, v_cache, num_splits=1, **options)
+    for splits in (2, 5, 100):
+        out, aux = attention_with_kvcache(q, k_cache, v_cache, num_splits=splits, **options)
+        torch.testing.assert_close(out, whole)
+        torch.testing.assert_close(aux.lse, whole_aux.lse)
+
+
+def test_neighbours_do_not_change_the_bits():
+    """Alone, with others, in a larger cache, in pages: the parts of an item end at the same positions."""
+    q, k_cache, v_cache = cached(3, 64, 2)
+    used = torch.tensor([64, 7, 40], dtype=torch.int32)
+    for options in ({"causal": True}, {"window_size": (20, 0)}):
+        together = attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=used, batch_invariant=True, **options)
+        for b in (0, 2) if options.get("causal") else (1,):
+            part = slice(b, b + 1)
+            alone = attention_with_kvcache(q[part], k_cache[part], v_cache[part], cache_seqlens=used[part], batch_invariant=True, **options)
+            assert torch.equal(alone, together[part])
+        wider = [torch.cat([x, torch.full_like(x, float("nan"))], 1) for x in (k_cache, v_cache)]
+        assert torch.equal(attention_with_kvcache(q, *wider, cache_seqlens=used, batch_invariant=True, **options), together)
+        pages = [x.reshape(48, 4, 2, 16) for x in (k_cache, v_cache)]
+        table = torch.arange(48, dtype=torch.int32).view(3, 16)
+        paged = attention_with_kvcache(q, *pages, page_table=table, cache_seqlens=used, batch_invariant=True, **options)
+        assert torch.equal(paged, together)
+
+
+def test_hidden_keys_reach_nothing():
+    q, k_cache, v_cache = cached(1, 64)
+    mask = torch.arange(64) % 3 != 1
+    options = {"cache_seqlens": torch.tensor([50], dtype=torch.int32), "cache_leftpad": torch.tensor([5], dtype=torch.int32)}
+    clean = attention_with_kvcache(q, k_cache, v_cache, mask=mask, **options)
+    for x in (k_cache, v_cache):
+        x[:, ~mask], x[:, :5], x[:, 50:] = float("nan"), float("inf"), float("nan")
+    assert torch.equal(attention_with_kvcache(q, k_cache, v_cache, mask=mask, **options), clean)
+    v_cache[:, 6] = float("nan")
+    for splits in (1, 3):
+        assert attention_with_kvcache(q, k_cache, v_cache, mask=mask, num_splits=splits, **options).isnan().all(), "a visible NaN must show"
+
+
+def test_values_in_keys_are_loaded_once():
+    """Head dims 24 and 16 in one latent vector: two blocks of columns for the first product, the first of them for the second."""
+    latent, q = torch.randn(2, 40, 1, 24), torch.randn(2, 2, 4, 24)
+    got = attention_with_kvcache(q, latent, latent[..., :16], cache_seqlens=33, causal=True)
+    want = attention_with_kvcache(q, latent.clone(), latent[..., :16].clone(), cache_seqlens=33, causal=True)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(got[1], tiled(q, latent, latent[..., :16], 33)[1])
+
+
+def tiled(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
+    from tilewise import attention
+
+    return attention(q, k_cache[:, :length], v_cache[:, :length], causal=True)
+
+
+def test_packed_queries():
+    k_cache, v_cache = (torch.randn(20, 4, 2, 16) for _ in range(2))
+    table = torch.randperm(20)[:18].view(3, 6).int()
+    call = {
+        "q": torch.randn(1, 8, 4, 16), "k_cache": k_cache, "v_cache": v_cache, "page_table": table, "softmax_scale": 0.25,
+        "cu_seqlens_q": torch.tensor([0, 5, 5, 6], dtype=torch.int32), "cache_seqlens": torch.tensor([9, 3, 24], dtype=torch.int32),
+        "window_right": 0,
+    }  # fmt: skip
+    for splits in (1, 3):
+        out, lse = ops.attention_cached(**call, num_splits=splits)
+        host = ops.CacheOperands(**{name: call[name] for name in call if name not in ("softmax_scale", "window_right")})
+        want, want_lse = torch.empty_like(out), torch.empty_like(lse)
+        tiled_cache.attention(host, ops.CacheRules(0.25, window_right=0, max_seqlen_q=8), want, want_lse)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(lse, want_lse)
+
+
+def test_out_of_range_values_stay_inside():
+    """Lengths, pages and rows far outside: finite memory gives finite numbers, and nothing but the slots of the tokens changes."""
+    q, k_cache, v_cache = torch.randn(2, 2, 4, 16), torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)
+    table = torch.tensor([[-5, 1], [2, 2**30]], dtype=torch.int32)
+    k, v = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2, 16)
+    before = k_cache.clone()
+    out = attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([4, 2**30], dtype=torch.int32), page_table=table)
+    assert torch.isfinite(out).all()
+    before[1, :2] = k[0]
+    assert torch.equal(k_cache, before)
+    rows = torch.tensor([-7, 99], dtype=torch.int32)
+    out = attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([-3, 1], dtype=torch.int32), cache_batch_idx=rows)
+    assert torch.isfinite(out).all() and torch.equal(k_cache, before)

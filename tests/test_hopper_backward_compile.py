@@ -1,0 +1,114 @@
+"""The Hopper backward kernels compile without a GPU, and the machine code is what the design counts on; see `test_hopper_compile`.
+
+Assertions: wgmma present and never serialised, spills as listed and none of them new, shared memory within the device's limit, barriers
+where the launcher predicts them, and exponentials between the wait for S and the wait for dP.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tilewise.kernels.hopper import backward_launch
+from tilewise.kernels.hopper.backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
+from tilewise.kernels.hopper.configs import SHARED_MEMORY_LIMIT
+from tilewise.kernels.hopper.gluon_api import machine_code
+
+from .test_hopper_compile import SCRATCH, exponentials_between_waits, key_loops
+
+
+def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
+    dim_v = dim_v or dim
+    tile = TILES[tile_name(dim, dim_v, rules.get("softcap", False) or rules.get("alibi", False))]
+    return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), **rules)
+
+
+LENGTHS = {"lengths_q": True, "lengths_k": True, "hidden_rows": True, "hidden_keys": True}
+EVERYTHING = {"right": True, "left": True, "softcap": True, "alibi": True, "ordered": True, **LENGTHS}
+SAMPLE = {
+    "d128 causal": variant(128, right=True),
+    "d64 full, ordered": variant(64, ordered=True),
+    "d256 causal": variant(256, right=True),
+}
+REST = {
+    "d64 causal": variant(64, right=True),
+    "d64 window": variant(64, right=True, left=True, hidden_keys=True),
+    "d64 lengths": variant(64, right=True, **LENGTHS),
+    "d64 softcap": variant(64, right=True, softcap=True),
+    "d64 alibi": variant(64, right=True, alibi=True),
+    "d64 everything": variant(64, **EVERYTHING),
+    "d64/128 causal": variant(64, 128, right=True),
+    "d128 full": variant(128),
+    "d128 causal fp16": variant(128, dtype="fp16", right=True),
+    "d128 causal, ordered": variant(128, right=True, ordered=True),
+    "d128 window": variant(128, right=True, left=True, hidden_keys=True),
+    "d128 lengths": variant(128, right=True, **LENGTHS),
+    "d128 softcap": variant(128, right=True, softcap=True),
+    "d128 alibi": variant(128, right=True, alibi=True),
+    "d128 everything": variant(128, **EVERYTHING),
+    "d128/64 causal": variant(128, 64, right=True),
+    "d192/128 causal": variant(192, 128, right=True),
+    "d256 full, ordered": variant(256, ordered=True),
+    "d256 lengths": variant(256, right=True, **LENGTHS),
+    "d256 everything": variant(256, **EVERYTHING),
+}
+# Bytes of spill stores, and instructions of the loop over query blocks that reload or save a register: these may not grow. Outside the
+# loop each value costs once a tile of keys.
+OUTSIDE = 64
+SPILLS = {
+    "d64 full, ordered": (112, 16),
+    "d64 causal": (128, 16),
+    "d64 window": (128, 16),
+    "d64 lengths": (128, 20),
+    "d128 softcap": (192, 56),
+    "d128 everything": (256, 72),
+    "d256 everything": (512, 88),
+}
+
+
+def check(name: str, v: BackwardVariant) -> None:
+    compiled, address = backward_launch.build(v, "fp32")
+    assert address == v.barrier_offset, "a second compilation was needed: the compiler places shared memory elsewhere"
+    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT
+    said, listing = machine_code(compiled.asm["ptx"])
+    assert "C75" not in said and "serializ" not in said.lower(), said
+    allowed, reloads = SPILLS.get(name, (OUTSIDE, 0))
+    assert int(re.search(r"(\d+) bytes spill stores", said).group(1)) <= allowed, said
+    (body,) = key_loops(listing)
+    products = 2 * v.dim // 16 + 2 * v.dim_v // 16 + v.block_m // 16 * 4  # at least: as many instructions as steps of 16
+    assert sum("HGMMA" in line for line in body) >= products // 2
+    assert sum("LDL" in line or "STL" in line for line in body) <= reloads, "spills inside the loop over query blocks"
+    if not (v.softcap or v.share_p):
+        share = v.block_m * v.block_n // (32 * WARPS)  # of P, a thread
+        assert exponentials_between_waits(body) >= share // 2, "ptxas moved the exponentials out from under the dP product"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample(name):
+    check(name, SAMPLE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+def test_rest(name):
+    check(name, REST[name])
+
+
+@pytest.mark.parametrize("dim_v", [8, 64, 72, 128, 136, 192, 256])
+@pytest.mark.parametrize("dim", [8, 64, 72, 96, 104, 128, 136, 192, 200, 256])
+def test_shared_memory_of_every_head_dim(dim, dim_v):
+    for alibi in (False, True):
+        v = variant(dim, dim_v, alibi=alibi)
+        assert v.dim >= dim and v.dim_v >= dim_v
+        assert v.shared_bytes + 8 * v.barrier_words + SCRATCH <= SHARED_MEMORY_LIMIT
+        assert v.barriers <= v.barrier_words
+        assert backward_launch.ROW_PADDING % v.block_m == 0
+
+
+def test_tiles_fit_their_registers():
+    for tile in TILES.values():
+        compute = (tile.launch_registers * (WARPS + 4) - 4 * tile.worker_registers) // WARPS
+        assert compute >= 240 and tile.launch_registers * (WARPS + 4) * 32 <= 65_536

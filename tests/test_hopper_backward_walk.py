@@ -1,0 +1,105 @@
+"""The walk of the Hopper backward kernel, run as plain Python: every visible pair once, masks where needed, additions in a complete order."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import defaultdict, namedtuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tilewise.kernels.hopper import backward_walk
+from tilewise.kernels.hopper.backward_configs import TILES, BackwardVariant
+
+from .test_hopper_walk import _GL, _Pointer, _visible
+
+_Tile = namedtuple("_Tile", "batch head_k block key keys_end rows_end shift last_block blocks")
+_FOUND: dict = {}
+for _name in ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut"):
+    _body = getattr(backward_walk, _name).fn
+    _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b}
+    _FOUND[_name] = types.FunctionType(_body.__code__, _globals, _name)
+
+
+def _cases(count):
+    rng = random.Random(1)
+    for number in range(count):
+        batch, heads_k = rng.randint(1, 3), rng.randint(1, 3)
+        seqlen_q, seqlen_k = rng.choice([1, 7, 128, 200, 513]), rng.choice([1, 60, 128, 300, 640])
+        left, right = rng.choice([-1, 0, 5, 100, 400]), rng.choice([-1, 0, 3, 90])
+        lengths_q = [rng.randint(0, seqlen_q) for _ in range(batch)] if number % 3 == 0 else None
+        lengths_k = [rng.randint(0, seqlen_k) for _ in range(batch)] if number % 4 < 2 else None
+        yield batch, heads_k, seqlen_q, seqlen_k, left, right, lengths_q, lengths_k, rng.choice([1, 2, 5])
+
+
+@pytest.mark.parametrize("tile", ["64", "128", "256"])
+def test_every_visible_pair_is_visited_once_and_in_order(tile):
+    for batch, heads_k, seqlen_q, seqlen_k, left, right, lengths_q, lengths_k, head_group in _cases(60):
+        c = BackwardVariant(
+            TILES[tile], "bf16", 64, 64, right >= 0, left >= 0, lengths_q=lengths_q is not None, lengths_k=lengths_k is not None
+        )
+        m, n = c.block_m, c.block_n
+        p = types.SimpleNamespace(
+            lengths_q_ptr=_Pointer(lengths_q), lengths_k_ptr=_Pointer(lengths_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k,
+            head_group=head_group, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // m, window_left=left,
+            window_right=right,
+        )  # fmt: skip
+        key_blocks = -(-seqlen_k // n)
+        tiles, turns, launched = set(), defaultdict(list), {}
+        for number in range(key_blocks * batch * heads_k):
+            t = _FOUND["find_keys"](c, p, number)
+            tiles.add((t.batch, t.head_k, t.block))
+            launched[t.batch, t.head_k, t.block] = number
+            length_q = seqlen_q if lengths_q is None else lengths_q[t.batch]
+            length_k = seqlen_k if lengths_k is None else lengths_k[t.batch]
+            visited = range(t.last_block, t.last_block - t.blocks, -1)
+            plain_first, plain_end = _FOUND["plain_blocks"](c, p, t)
+            rows, keys = _FOUND["seen_rows"](c, p, t), _FOUND["seen_keys"](c, p, t)
+            for block in range(p.row_blocks):
+                pairs = [
+                    (i, j)
+                    for i in range(block * m, min(block * m + m, length_q), 9)
+                    for j in range(t.key, min(t.key + n, seqlen_k), 7)
+                ]
+                seen = [_visible(i, j, left, right, length_q, length_k) for i, j in pairs]
+                assert block in visited or not any(seen)
+                if block not in visited:
+                    continue
+                if not _FOUND["is_cut"](block, plain_first, plain_end):
+                    assert all(seen)
+                for (i, j), one in zip(pairs, seen, strict=True):
+                    assert not one or (rows[0] <= i < rows[1] and keys[0] <= j < keys[1])
+                turn = t.block - _FOUND["first_key_block"](c, p, t, block)
+                turns[t.batch, t.head_k, block].append((turn, launched[t.batch, t.head_k, t.block]))
+        assert len(tiles) == key_blocks * batch * heads_k
+        for taken in turns.values():
+            # No turn is missing, and each waits only for CTAs that were launched before it.
+            assert [turn for turn, _ in taken] == list(range(len(taken)))
+            assert [number for _, number in taken] == sorted(number for _, number in taken)
+
+
+@pytest.mark.parametrize("tile", ["64", "128"])
+def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
+    for batch, heads_k, seqlen_q, seqlen_k, left, right, lengths_q, lengths_k, _ in _cases(40):
+        c = BackwardVariant(
+            TILES[tile], "bf16", 64, 64, right >= 0, left >= 0, lengths_q=lengths_q is not None, lengths_k=lengths_k is not None
+        )
+        p = types.SimpleNamespace(
+            lengths_q_ptr=_Pointer(lengths_q), lengths_k_ptr=_Pointer(lengths_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k,
+            head_group=1, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m, window_left=left,
+            window_right=right,
+        )  # fmt: skip
+        t = _FOUND["find_keys"](c, p, 0)
+        length_q = seqlen_q if lengths_q is None else lengths_q[0]
+        length_k = seqlen_k if lengths_k is None else lengths_k[0]
+        if length_q == 0 or length_k == 0:
+            continue
+        rows, keys = _FOUND["seen_rows"](c, p, t), _FOUND["seen_keys"](c, p, t)
+        for i in {0, length_q - 1, rows[0] - 1, rows[0], rows[1] - 1} & set(range(length_q)):
+            sees = any(_visible(i, j, left, right, length_q, length_k) for j in range(length_k))
+            assert sees == (rows[0] <= i < rows[1])
+        for j in {0, length_k - 1, keys[0] - 1, keys[0], keys[1] - 1} & set(range(length_k)):
+            seen = any(_visible(i, j, left, right, length_q, length_k) for i in range(length_q))
+            assert seen == (keys[0] <= j < keys[1])

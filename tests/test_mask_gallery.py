@@ -1,0 +1,46 @@
+"""Every entry of the gallery in docs/masks.md: its shares are those of the page, and it means the same as the reference everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import BlockMask
+
+from .comparing import compare
+from .helpers import make_inputs
+
+ROOT = Path(__file__).parents[1]
+
+
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("mask_gallery", ROOT / "scripts" / "mask_gallery.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gallery = load()
+
+
+@pytest.mark.parametrize("entry", gallery.ENTRIES, ids=lambda entry: entry.name)
+def test_entry(entry: Any) -> None:
+    n = 96
+    queries, rule = round(n * entry.queries), gallery.rule_of(entry, n)
+    rule.verify(queries, n)
+    mask = BlockMask(rule, queries, n, block_size=16)
+    mask.verify()
+    compare({**make_inputs(1, queries, n, heads=2, head_dim=8, dtype=torch.float32), "mask": mask})
+    assert (ROOT / "docs" / "figures" / gallery.file_of(entry)).exists()
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = gallery.PAGE.read_text()
+    assert gallery.page(text) == text, "run scripts/mask_gallery.py"
+    shown = set(re.findall(r"figures/(mask-[\w-]+\.svg)", text))
+    assert shown == {path.name for path in (ROOT / "docs" / "figures").glob("mask-*")}
