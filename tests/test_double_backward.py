@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tilewise import attention, reference
-from tilewise.kernels import tangents
+from tilewise import BlockMask, attention, attention_varlen, reference
+from tilewise.kernels import chunks, tangents, tiled
 
 from . import cases
 from .helpers import make_inputs
@@ -168,3 +170,53 @@ def test_a_gradient_penalty_trains_the_same_as_eager() -> None:
             curve.append(loss.item())
         curves.append(curve)
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def seconds_and_tangents(call: Callable[..., Tensor], x: dict[str, Tensor]) -> list[Tensor]:
+    """A tangent and the second gradients of a call of some named tensors."""
+    generator = torch.Generator().manual_seed(4)
+    u = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in x.values())
+    tangents = torch.func.jvp(lambda *given: call(**dict(zip(x, given, strict=True))), tuple(x.values()), u)[1]
+    leaves = [t.detach().clone().requires_grad_() for t in x.values()]
+    first = torch.autograd.grad(call(**dict(zip(x, leaves, strict=True))).sin().sum(), leaves, create_graph=True)
+    return [tangents, *torch.autograd.grad(penalty(first), leaves)]
+
+
+@pytest.mark.parametrize("on_the_device", [False, True], ids=["host", "device"])
+def test_packed_sequences(on_the_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of any length, one of them empty, rows that belong to none; with offsets that the host reads, and that it must not."""
+    if on_the_device:
+        for module in (tiled, tangents, chunks):
+            monkeypatch.setattr(module, "host_reads", lambda device: False)
+    monkeypatch.setattr(tiled, "CPU_TILES", tiled.TileSizes(block_m=4, block_n=4, scores=64))
+    x: dict[str, Tensor] = {"q": torch.randn(14, 4, 6), "k": torch.randn(15, 2, 6), "v": torch.randn(15, 2, 5)}
+    x |= {"bias": torch.randn(3, 1, 6, 7), "alibi_slopes": torch.rand(3, 4), "learnable_sink": torch.randn(4)}
+    x = {name: t.double() for name, t in x.items()}
+    cu_q, cu_k = (torch.tensor(c, dtype=I32) for c in ([0, 6, 6, 11], [0, 7, 9, 13]))
+
+    def call(backend: str, **given: Tensor) -> Tensor:
+        options: dict[str, Any] = dict(causal=True, dropout_p=0.2, dropout_seed=3, max_seqlen_q=6, max_seqlen_k=7)
+        out, aux = attention_varlen(
+            *(given.pop(name) for name in "qkv"), cu_q, cu_k, **given, **options, backend=backend, return_aux=("lse", "key_mass")
+        )
+        return torch.cat([out.flatten(), torch.where(aux.lse.isfinite(), aux.lse, 0.0).flatten(), aux.key_mass.flatten()])
+
+    results = [seconds_and_tangents(partial(call, backend), x) for backend in ("tiled", "reference")]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_block_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that gather keys from several runs."""
+    monkeypatch.setattr(tiled, "CPU_TILES", tiled.TileSizes(block_m=16, block_n=64, scores=2 * 16 * 64))
+    visible = torch.rand(1, 1, 4, 6) < 0.5
+    visible[..., 0, :] = torch.tensor([True, False, True, False, True, True])
+    dense = visible.repeat_interleave(16, 2).repeat_interleave(16, 3)
+    mask = BlockMask.from_dense(dense, block_size=16)
+    x = double(seqlen_q=64, seqlen_k=96, heads=4, kv_heads=2) | {"bias": torch.randn(4, 64, 96).double()}
+    results = [
+        seconds_and_tangents(lambda m=m, backend=backend, **given: attention(**given, mask=m, backend=backend), x)
+        for m, backend in ((mask, "tiled"), (dense, "reference"))
+    ]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
