@@ -161,6 +161,16 @@ def test_max_logits_raises() -> None:
         attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, return_aux="max_logits")
 
 
+def test_torchs_older_vmap_raises() -> None:
+    """torch.func's is the one with rules for operators of libraries."""
+    q, k, v = qkv(b=1, sq=2, sk=3, hq=1, hk=1, d=2)
+    out = attention(q, k, v)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.autograd.grad(out, q, torch.randn(3, *out.shape).double(), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.autograd.functional.jacobian(lambda q: attention(q, k, v), q, vectorize=True, strategy="forward-mode")
+
+
 def test_a_third_derivative_raises_in_words() -> None:
     x = double(batch=1, seqlen_q=2, seqlen_k=3, heads=1, head_dim=2)
 
