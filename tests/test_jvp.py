@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,6 +277,15 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest <= 2 * size * 8
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_kernel_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).with_name("interpreted_tangents.py")
+    command = [sys.executable, "-m", "pytest", str(tests), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent.parent)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
 def test_a_named_backend_without_tangents_raises() -> None:
     x = make_inputs(1, 32, heads=2, dtype=torch.float16)
     prepared = prepare(**x, score_mod=lambda s, b, h, i, j: s * 2)
@@ -279,6 +294,9 @@ def test_a_named_backend_without_tangents_raises() -> None:
     with pytest.raises(UnsupportedAttention, match=r"backend='triton' cannot serve"):
         plan.select(t, r, "triton", request=request, target=gpu)
     assert plan.select(t, r, "hopper", request=request, target=gpu).backend == "tiled"
+    plain = replace(r, score_mod="")
+    assert plan.select(t, plain, "auto", request=request, target=gpu).backend == "triton"
+    assert plan.select(t, plain, "auto", request=replace(request, backward=True), target=gpu).backend == "tiled"
 
 
 # ---------------------------------------------------------------------------------------------------------- composition

@@ -189,7 +189,7 @@ _MODULES = {
     "torch": "tilewise.kernels.torch_cpu",
     "tiled": "tilewise.kernels.tiled",
 }
-_TANGENT_MODULES = {"tiled": "tilewise.kernels.tangents"}
+_TANGENT_MODULES = {"triton": "tilewise.kernels.triton.tangents", "tiled": "tilewise.kernels.tangents"}
 _BY_DEVICE = {"cuda": ("hopper", "triton", "tiled"), "xpu": ("triton", "tiled"), "cpu": ("torch", "tiled")}
 BACKENDS = ("auto", "reference", "tiled", "triton", "hopper")
 
@@ -200,7 +200,7 @@ def why_not(backend: str, t: Operands, r: Rules, request: Request, target: Targe
         return None
     if request.tangent and backend not in _TANGENT_MODULES:
         return "it has no forward-mode or second derivatives"
-    module = importlib.import_module(_MODULES[backend])
+    module = importlib.import_module((_TANGENT_MODULES if request.tangent else _MODULES)[backend])
     return module.why_not(t, r, request, target)
 
 
