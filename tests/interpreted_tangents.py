@@ -17,7 +17,7 @@ from .test_jvp import tangents_of
 
 # Programs are refused by this kernel; the generator of dropout takes the interpreter a minute, so it comes in one tiny case.
 SLOW = {"score_mod": ["none"], "dropout": ["none"]}
-CHOICES = cases.covering_array({**cases.FACTORS, **SLOW})[::4] + [{**cases.OFF, "dropout": "drop", "heads": "gqa"}]
+CHOICES = [*cases.covering_array({**cases.FACTORS, **SLOW})[::4], {**cases.OFF, "dropout": "drop", "heads": "gqa"}]
 
 
 @pytest.fixture(autouse=True)

@@ -187,21 +187,24 @@ def attention_jvp(
     tl.store(tlse_ptr + row + offs_m, tl.where(inside, tlse, 0.0), mask=offs_m < size_q)
 
 
-TILES = (Config(64, 64, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1))
+# bits -> {largest padded head dim: tiles}: what keeps the operands and their tangents in registers.
+TILES = {
+    16: {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
+    32: {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+}
+SMALLEST = Config(16, 16, 4, 1)
 
 
 def config_of(call: Launch) -> Config:
-    """The largest tiles whose operands and tangents fit in shared memory: twice those of the forward pass."""
+    """The table's tiles, or the smallest where operands and tangents, twice what the forward pass holds, exceed the shared memory."""
     target = target_of(call.t.q.device)
     if target.type != "cuda":
         return Config(32, 32, 1, 1)  # the interpreter: every loop takes several turns at the shapes of a test
-    limit, element = shared_limit(target), call.bits // 8
-
-    def taken(x: Config) -> int:
-        walked = x.block_n * 2 * (call.block_d + call.block_dv)
-        return element * (x.block_m * 2 * call.block_d + x.num_stages * walked + x.block_m * x.block_n) + 1024
-
-    return next((x for x in TILES if taken(x) <= limit), TILES[-1])
+    row = TILES[call.bits]
+    chosen = row[min(dim for dim in row if dim >= max(call.block_d, call.block_dv))]
+    walked = chosen.block_n * 2 * (call.block_d + call.block_dv)
+    taken = chosen.block_m * 2 * call.block_d + chosen.num_stages * walked + chosen.block_m * chosen.block_n
+    return chosen if taken * call.bits // 8 + 1024 <= shared_limit(target) else SMALLEST
 
 
 def jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs) -> None:
