@@ -163,6 +163,9 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "SCORE_MOD": SCORE_MOD if case.has("program") else "",
         "MASK_MOD": MASK_MOD if case.has("program") else "",
         "SCORE_GRAD": SCORE_GRAD if case.has("program") else "",
+        "BIAS_ALIGN": 128 // case.bits,
+        "MASK_ALIGN": 16,
+        "DBIAS_ALIGN": 4,
         "LIST_M": 128 if case.has("lists") else 0,
         "LIST_N": 128 if case.has("lists") else 0,
     }

@@ -67,7 +67,8 @@ def constants_of(case: Case) -> tuple[dict, dict]:
         return constants | {"ALIGN": 8, "ROTARY": 64 if case.has("rotary") else 0, "INTERLEAVED": True}, {"num_warps": 4, "num_stages": 1}
     block_dv = max(16, 1 << (case.head_dim_v - 1).bit_length())
     if case.kernel == "merge_parts":
-        return {"DV": case.head_dim_v, "BLOCK_DV": block_dv, "BLOCK_S": 16, "NATURAL": False}, {"num_warps": 4, "num_stages": 1}
+        constants = {"DV": case.head_dim_v, "BLOCK_DV": block_dv, "BLOCK_M": 16, "SEARCH": case.has("packed"), "BLOCK_S": 16}
+        return constants | {"NATURAL": False}, {"num_warps": 4, "num_stages": 1}
     main, rest = configs.column_blocks(case.head_dim)
     bits, cache_bits = TYPES[case.dtype], TYPES[case.cache_dtype or case.dtype]
     values_in_keys = main == block_dv and rest > 0
@@ -92,6 +93,7 @@ def constants_of(case: Case) -> tuple[dict, dict]:
         "NATURAL": bits == 32 or cache_bits == 8 or case.has("softcap") or case.has("alibi"),
         "PRECISION": "ieee",
         "MASK_MOD": "",
+        "SEARCH": case.has("packed"),
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
@@ -179,6 +181,7 @@ def cases() -> Iterator[Case]:
     yield Case("attention_cached", "sm90", rows=128, head_dim=576, head_dim_v=512)
     yield Case("attention_cached", "sm90", cache_dtype="fp8e4nv", page_size=16)
     yield Case("attention_cached", "sm90", dtype="fp32")
+    yield Case("attention_cached", "sm90", rows=128, page_size=16, features="causal+packed")
     yield Case("attention_cached", "sm90", rows=32, features="window+mask+softcap+alibi+sink+rotary", page_size=16)
 
 

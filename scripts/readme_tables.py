@@ -55,6 +55,8 @@ def features(dtype: torch.dtype) -> dict[str, tuple[plan.Operands, plan.Rules, p
     q, kv, wide = tensor(2, 8, 256, 64), tensor(2, 8, 256, 64), tensor(2, 8, 256, 128)
     heads, lengths = tensor(8, dtype=accumulator), tensor(2, dtype=torch.int32)
     plain = plan.Operands(q, kv, kv)
+    offsets, row = tensor(3, dtype=torch.int32), tensor(1, 8, 512, 64)
+    packed = plan.Operands(row, row, row, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     rules, request = plan.Rules(softmax_scale=0.125), plan.Request()
     causal = replace(rules, window_right=0)
     grouped = tensor(2, 2, 256, 64)
@@ -64,6 +66,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[plan.Operands, plan.Rules, p
         "grouped heads (GQA, MQA)": (plan.Operands(q, grouped, grouped), causal, request),
         "Dv ≠ D": (plan.Operands(q, kv, wide), causal, request),
         "lengths per item (`seqused_*`)": (replace(plain, seqused_q=lengths, seqused_k=lengths), causal, request),
+        "packed sequences (`attention_varlen`)": (packed, causal, request),
         "softcap": (plain, replace(causal, softcap=20.0), request),
         "ALiBi": (replace(plain, alibi_slopes=heads[None]), causal, request),
         "learnable sink": (replace(plain, sink=heads), causal, request),

@@ -21,7 +21,7 @@ import tilewise
 from tilewise import masks, reference
 from tilewise.kernels import triton as kernels
 
-from . import cases, helpers
+from . import cases, helpers, packed
 
 INDEX, COUNT = map(int, os.environ.get("TILEWISE_SLICE", "0/1").split("/"))
 CHOICES = cases.SINGLES + cases.CHOICES
@@ -169,6 +169,29 @@ def test_only_needed_gradients_are_computed(wanted):
         assert torch.equal(gradient, everything[name]), name
 
 
+@pytest.mark.parametrize("block_m, block_n", sliced([(16, 16), (64, 32), (32, 64)]))
+def test_tile_status(block_m, block_n):
+    """What programs show in tiles, against torch's evaluation of the same programs: in a band, per item and head, with captured tensors."""
+    from tilewise import tile_status
+    from tilewise.kernels.triton.tile_status import evaluate
+
+    ids = torch.arange(90) // 25
+    rules = (
+        masks.SlidingWindow(33, 2),
+        masks.Dilated(3, 30) | masks.FirstKeys(20),
+        masks.Custom(lambda b, h, q, k: (q - k + 7 * h + 3 * b) % 40 < 20),
+        masks.Custom(lambda b, h, q, k: (ids[k] == b) & (q >= 0)),
+        masks.Full(),
+    )
+    for rule in rules:
+        grid = tile_status.Grid(150, 90, block_m, block_n, *rule.implied_window())
+        text, captured = rule.program(150, 90)
+        status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
+        status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
+        found = evaluate(text, captured, status, grid.base(status.device), 150, 90, block_m, block_n)
+        assert torch.equal(found, tile_status._evaluate_unknown(text, captured, status, grid)), rule
+
+
 BIAS_SHAPES = [(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]
 
 
@@ -210,6 +233,51 @@ def test_hidden_values_reach_nothing(how):
         assert torch.equal(one, other)
 
 
+PACKED = ["causal_window_softcap", "alibi_of_sequences", "bias_shared", "bias_of_keys", "bias_of_queries", "bias_of_sequences"]
+PACKED += ["bias_of_heads", "mask", "dropout", "lengths", "documents", "score_mod"]
+
+
+@pytest.mark.parametrize("name", sliced(PACKED))
+def test_packed_sequences(name):
+    packed.check(packed.build(name, torch.float32, size=packed.SMALL), "triton")
+
+
+@pytest.mark.parametrize("name", sliced(["causal", "lengths"]))
+def test_packed_sequences_float16(name):
+    packed.check(packed.build(name, torch.float16, size=packed.SMALL), "triton")
+
+
+@pytest.mark.parametrize("over_keys", sliced([False, True]))
+@pytest.mark.parametrize("sequences", [1, 65])
+def test_every_packed_row_is_in_one_tile(over_keys, sequences):
+    """Whatever the offsets hold, the records stay inside, cover every row once, and put the furthest walks first."""
+    from tilewise.kernels.triton import packed as kernels_packed
+    from tilewise.kernels.triton.launch import Launch
+    from tilewise.plan import Operands, Rules
+
+    for lowest, highest in ((0, 200), (-50, 300)):
+        cu_q, cu_k = (torch.randint(lowest, highest, (sequences + 1,), dtype=torch.int32) for _ in range(2))
+        if lowest == 0:
+            cu_q, cu_k = cu_q.sort().values, cu_k.sort().values
+        q, k = torch.zeros(1, 1, 200, 8), torch.zeros(1, 1, 190, 8)
+        call = Launch(Operands(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), Rules(1.0))
+        tiles, records = kernels_packed.scheduled(call, 16, over_keys, with_sequences=True)
+        total = 190 if over_keys else 200
+        covered, walks = torch.zeros(total, dtype=torch.int32), []
+        for b, row0, first_q, rows_q, len_q, first_k, rows_k, len_k in tiles.records.tolist():
+            if b < 0:
+                continue
+            first, rows = (first_k, rows_k) if over_keys else (first_q, rows_q)
+            assert 0 <= row0 < rows and first + rows <= total
+            covered[first + row0 : first + min(row0 + 16, rows)] += 1
+            walks.append(len_q if over_keys else len_k)
+        assert (covered == 1).all()
+        assert walks == sorted(walks, reverse=True)
+        assert len(tiles.records) - len(walks) <= sequences + 2
+        starts = [x.long().clamp(0, n).cummax(0).values for x, n in ((cu_q, 200), (cu_k, 190))]
+        assert torch.equal(records[:, 2].long(), starts[0][:-1]) and torch.equal(records[:, 6].long(), starts[1].diff())
+
+
 def test_scores_near_the_largest_float_survive_a_bias():
     """Subtracting the maximum comes before the change of base: 3e38 * log2(e) would be infinite. A finite minimum hides nothing."""
     arguments = helpers.make_inputs(batch=1, heads=1, seqlen_q=5, seqlen_k=40)
@@ -239,9 +307,10 @@ def test_products_far_outside_the_exponent_range(seqlen):
 def test_sequence_lengths_do_not_reach_the_compiled_kernel():
     """No runtime number may be specialised: Triton would compile anew for a length of 1 or one that 16 divides."""
     from tilewise.kernels.triton import bias_gradient, dkdv, dq, forward_pass, launch, lse_rest, row_terms
+    from tilewise.kernels.triton import packed as kernels_packed
 
-    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms)
-    names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms")
+    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed)
+    names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms", "schedule", "sum_rows")
     for kernel in map(getattr, modules, names):
         names = [name for name, kind in kernel.fn.__annotations__.items() if kind == "tl.constexpr"]
         runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]

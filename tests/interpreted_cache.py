@@ -109,21 +109,26 @@ def tiled(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
     return attention(q, k_cache[:, :length], v_cache[:, :length], causal=True)
 
 
-def test_packed_queries():
-    k_cache, v_cache = (torch.randn(20, 4, 2, 16) for _ in range(2))
-    table = torch.randperm(20)[:18].view(3, 6).int()
+@pytest.mark.parametrize("counts", [[5, 0, 1], [1, 30, 2, 0, 9, 1], [0, 0], []], ids=str)
+def test_packed_queries(counts):
+    """Items that fit a low tile and items that do not, in any order, with rows before and after that belong to nobody."""
+    items, total = len(counts), sum(counts) + 3
+    k_cache, v_cache = (torch.randn(30, 4, 2, 16) for _ in range(2))
+    table = torch.randint(30, (items, 10), dtype=torch.int32)
+    offsets = torch.tensor([1, *counts], dtype=torch.int32).cumsum(0).int()
     call = {
-        "q": torch.randn(1, 8, 4, 16), "k_cache": k_cache, "v_cache": v_cache, "page_table": table, "softmax_scale": 0.25,
-        "cu_seqlens_q": torch.tensor([0, 5, 5, 6], dtype=torch.int32), "cache_seqlens": torch.tensor([9, 3, 24], dtype=torch.int32),
+        "q": torch.randn(1, total, 8, 16), "k_cache": k_cache, "v_cache": v_cache, "page_table": table, "softmax_scale": 0.25,
+        "cu_seqlens_q": offsets, "cache_seqlens": torch.tensor([c + 7 * (b % 2) for b, c in enumerate(counts)], dtype=torch.int32),
         "window_right": 0,
     }  # fmt: skip
+    host = ops.CacheOperands(**{name: call[name] for name in call if name not in ("softmax_scale", "window_right")})
+    want, want_lse = torch.empty_like(call["q"]), torch.empty(8, total)
+    tiled_cache.attention(host, ops.CacheRules(0.25, window_right=0), want, want_lse)
     for splits in (1, 3):
         out, lse = ops.attention_cached(**call, num_splits=splits)
-        host = ops.CacheOperands(**{name: call[name] for name in call if name not in ("softmax_scale", "window_right")})
-        want, want_lse = torch.empty_like(out), torch.empty_like(lse)
-        tiled_cache.attention(host, ops.CacheRules(0.25, window_right=0, max_seqlen_q=8), want, want_lse)
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(lse, want_lse)
+    assert not out[:, 0].any() and not out[:, -2:].any()
 
 
 def test_out_of_range_values_stay_inside():

@@ -59,9 +59,7 @@ def test_every_visible_pair_is_visited_once_and_in_order(tile):
             rows, keys = _FOUND["seen_rows"](c, p, t), _FOUND["seen_keys"](c, p, t)
             for block in range(p.row_blocks):
                 pairs = [
-                    (i, j)
-                    for i in range(block * m, min(block * m + m, length_q), 9)
-                    for j in range(t.key, min(t.key + n, seqlen_k), 7)
+                    (i, j) for i in range(block * m, min(block * m + m, length_q), 9) for j in range(t.key, min(t.key + n, seqlen_k), 7)
                 ]
                 seen = [_visible(i, j, left, right, length_q, length_k) for i, j in pairs]
                 assert block in visited or not any(seen)

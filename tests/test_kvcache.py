@@ -14,6 +14,7 @@ import tilewise
 from tilewise import UnsupportedAttention, attention, attention_with_kvcache, masks
 from tilewise.kernels import tiled_cache
 from tilewise.kvcache import reference
+from tilewise.kvcache.packed import attention_over_pages, varlen_over_pages
 
 from . import cache_cases
 from .reports import ALL_DTYPES, I32, VIEWS, as_view, report
@@ -110,28 +111,65 @@ def test_float8_caches_are_read_with_scales(paged):
         attention_with_kvcache(**wide, **options, k_descale=scales["k_descale"])
 
 
-def test_ragged_queries_over_pages():
-    """The reading operator with packed queries: what attention over a mixed batch of prefill and decode is built on."""
-    from tilewise.kvcache import ops
+PACKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rule": {"mask": masks.Chunked(7)},
+    "window": {"window_size": (5, 0), "softcap": 2.0},
+}
 
-    k_cache, v_cache = torch.randn(20, 4, 2, 16), torch.randn(20, 4, 2, 16)
+
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+def test_packed_queries_over_pages(options):
+    """A mixed batch of prefill and decoding: each sequence gets what it gets alone, rows of nobody get 0."""
+    pages = torch.randn(2, 20, 4, 2, 16)
     table = torch.randperm(20)[:18].view(3, 6).int()
     counts, used = [5, 0, 1], lengths(9, 3, 24)
-    q = torch.randn(1, 8, 4, 16)  # rows 6 and 7 belong to nobody
-    out, lse = ops.attention_cached(
-        q=q, k_cache=k_cache, v_cache=v_cache, cu_seqlens_q=lengths(0, 5, 5, 6), cache_seqlens=used, page_table=table,
-        softmax_scale=0.25, window_right=0,
-    )  # fmt: skip
+    q, slopes = torch.randn(8, 4, 16), torch.rand(3, 4)  # rows 6 and 7 belong to nobody
+    options |= {"causal": True, "alibi_slopes": slopes}
+    out, aux = attention_over_pages(q, *pages, lengths(0, 5, 5, 6), table, used, return_aux="lse", check_values=True, **options)
     start = 0
     for b, count in enumerate(counts):
-        rows = slice(start, start + count)
-        want, want_lse, *_ = reference.attention_with_kvcache(
-            q[:, rows], k_cache, v_cache, cache_seqlens=used[b : b + 1], page_table=table[b : b + 1], causal=True
-        )
-        torch.testing.assert_close(out[:, rows], want.float())
-        torch.testing.assert_close(lse[:, rows], want_lse[0].float())
+        rows, item = slice(start, start + count), slice(b, b + 1)
+        alone = {**options, "alibi_slopes": slopes[item], "cache_seqlens": used[item], "page_table": table[item]}
+        want, want_lse, *_ = reference.attention_with_kvcache(q[None, rows], *pages, **alone)
+        torch.testing.assert_close(out[rows], want[0].float())
+        torch.testing.assert_close(aux.lse[:, rows], want_lse[0].float())
         start += count
-    assert not out[:, 6:].any() and bool((lse[:, 6:] == float("-inf")).all())
+    assert not out[6:].any() and bool((aux.lse[:, 6:] == float("-inf")).all())
+    odd = attention_over_pages(q, *pages, lengths(0, 5, 3, 100), table, used, **options)
+    torch.testing.assert_close(odd[:5], out[:5])  # the second sequence then has no rows, the third those from 5 to the end
+
+
+def test_packed_queries_are_checked():
+    pages, table, offsets, q = torch.randn(2, 20, 4, 2, 16), torch.zeros(2, 3, dtype=I32), lengths(0, 3, 5), torch.randn(5, 4, 16)
+    for arguments, error, words in (
+        ((q[None], *pages, offsets, table), ValueError, "packed queries have rank 3"),
+        ((q, *pages, offsets.long(), table), ValueError, "cu_seqlens_q is torch.int64"),
+        ((q, *pages, offsets, table[:1]), ValueError, r"\(B, n\) with B = 2"),
+        ((q, *pages, lengths(0, 4, 3), table), ValueError, "must not decrease"),
+        ((q, *pages, offsets, table, lengths(1, 13)), ValueError, "is 13"),
+    ):
+        with pytest.raises(error, match=words):
+            attention_over_pages(*arguments, check_values=True)
+    with pytest.raises(UnsupportedAttention, match="a mask is a rule"):
+        attention_over_pages(q, *pages, offsets, table, mask=torch.ones(1, dtype=torch.bool))
+
+
+def test_the_varlen_call_over_pages():
+    pages, table, offsets, q = torch.randn(2, 20, 4, 2, 16), torch.arange(6, dtype=I32).view(2, 3), lengths(0, 3, 5), torch.randn(5, 4, 16)
+    plain = {"bias": None, "score_mod": None, "dropout_p": 0.0, "seqused_q": None, "q_descale": None, "backend": "auto", "causal": True}
+    given = plain | {"seqused_k": lengths(4, 12), "mask": masks.Chunked(3)}
+    want = attention_over_pages(q, *pages, offsets, table, lengths(4, 12), causal=True, mask=masks.Chunked(3))
+    assert torch.equal(varlen_over_pages(q, *pages, offsets, None, table, **given), want)
+    for changes, error, words in (
+        ({"bias": torch.zeros(1)}, UnsupportedAttention, "takes no bias"),
+        ({"dropout_p": 0.5}, UnsupportedAttention, "takes no dropout_p"),
+        ({"mask": masks.Custom(lambda b, h, i, j: i >= j)}, UnsupportedAttention, "numbers the queries"),
+    ):
+        with pytest.raises(error, match=words):
+            varlen_over_pages(q, *pages, offsets, None, table, **(given | changes))
+    with pytest.raises(ValueError, match="cu_seqlens_k was given"):
+        varlen_over_pages(q, *pages, offsets, offsets, table, **given)
 
 
 # ------------------------------------------------------------------------------------------------------- values on the device
@@ -438,7 +476,7 @@ def test_the_operators_are_well_behaved(report):
     torch.library.opcheck(torch.ops.tilewise.cache_append.default, append)
     seen = (None,) * 12
     read = (given["q"].transpose(1, 2).contiguous().transpose(1, 2), given["k_cache"], given["v_cache"], *seen, [])
-    rules = (0.25, 0.0, -1, 0, 0, 0, True, 0, False, "", None)
+    rules = (0.25, 0.0, -1, 0, 0, True, 0, False, "", None)
     torch.library.opcheck(torch.ops.tilewise.attention_cached.default, read + rules)
 
 
@@ -451,7 +489,7 @@ def test_autocast_casts_what_is_new():
     assert torch.equal(out, want) and out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["api", "reference"])
+@pytest.mark.parametrize("name", ["api", "packed", "reference"])
 def test_examples(name):
     module = importlib.import_module(f"tilewise.kvcache.{name}")
     result = doctest.testmod(module)

@@ -1,4 +1,4 @@
-"""Accelerate, Lightning and diffusers need no integration: models that call tilewise, or torch's SDPA, train and run in them as they are."""
+"""Accelerate, Lightning and diffusers need no integration: models that call tilewise, or torch's SDPA, run in them as they are."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 
@@ -63,8 +64,14 @@ FUNCTIONS = {
     "causal": masking.causal_mask_function,
     "window": masking.sliding_window_causal_mask_function(3),
     "bidirectional": masking.bidirectional_mask_function,
-    "bidirectional window": masking.sliding_window_bidirectional_mask_function(2),
 }
+if hasattr(masking, "sliding_window_bidirectional_mask_function"):
+    FUNCTIONS["bidirectional window"] = masking.sliding_window_bidirectional_mask_function(2)
+BY_PLACES = "cache_position" in inspect.signature(masking.sdpa_mask).parameters  # releases differ in how they say where the queries stand
+
+
+def places(queries: int, offset: int | torch.Tensor = 0) -> dict[str, object]:
+    return {"cache_position": torch.arange(queries) + offset} if BY_PLACES else {"q_length": queries, "q_offset": offset}
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right", "all real"])
@@ -78,39 +85,63 @@ def test_masks_mean_what_the_library_means(name: str, queries: int, keys: int, q
     if padding in ("left", "right"):
         real[1, slice(0, 2) if padding == "left" else slice(-2, None)] = False
     given = dict(kv_length=keys, kv_offset=kv_offset, mask_function=FUNCTIONS[name], attention_mask=real if padding else None)
-    expected = masking.sdpa_mask(2, queries, q_offset=q_offset, allow_is_causal_skip=False, **given)
+    expected = masking.sdpa_mask(2, **places(queries, q_offset), allow_is_causal_skip=False, **given)
     for offset in (q_offset, torch.tensor(q_offset)):
-        built = build_mask(2, queries, q_offset=offset, allow_is_causal_skip=False, **given)
-        full = built if isinstance(built, torch.Tensor) else built.dense()
-        assert torch.equal(full, expected) and full.shape == expected.shape
-        if name in ("causal", "window"):
-            assert isinstance(built, RuleMask)
-            assert torch.equal(torch.logical_not(built), ~expected) and torch.equal(built[..., :3], expected[..., :3])
-            assert torch.equal(copy.deepcopy(built).dense(), expected) and torch.equal(pickle.loads(pickle.dumps(built)).dense(), expected)
-        if name == "bidirectional":
-            assert queries == 1 or built.stride(2) == 0, "padding alone is stored once, not once a query"
+        built = build_mask(2, **places(queries, offset), allow_is_causal_skip=False, **given)
+        assert (isinstance(built, RuleMask) and built.visible is None) or name == "bidirectional window"
+        assert torch.equal(built.dense(), expected) and built.shape == expected.shape
+        assert torch.equal(torch.logical_not(built), ~expected) and torch.equal(built[..., :3].dense(), expected[..., :3])
+        for copied in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+            assert torch.equal(copied.dense(), expected)
 
 
-def test_plain_masks_are_no_masks() -> None:
-    assert build_mask(2, 5, 5) is None
-    assert build_mask(2, 1, 7, q_offset=6) is None
-    assert build_mask(2, 5, 5, mask_function=FUNCTIONS["window"], local_size=3) is not None
-    assert build_mask(2, 5, 5, mask_function=FUNCTIONS["bidirectional"], allow_is_bidirectional_skip=True) is None
+def test_what_hides_nothing_is_no_mask() -> None:
+    assert build_mask(2, kv_length=7, **places(1, 6)) is None
+    assert build_mask(2, kv_length=5, **places(5), mask_function=FUNCTIONS["bidirectional"], allow_is_bidirectional_skip=True) is None
+    assert build_mask(2, kv_length=5, **places(5)).window == (-1, 0)  # causal order is a rule, not left to the layer
+    assert build_mask(2, kv_length=5, **places(5), mask_function=FUNCTIONS["window"]).window == (2, 0)
 
 
 def test_packed_sequences_are_rules_and_others_tensors() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
     documents = masking.find_packed_sequence_indices(positions)
-    remapped = masking.remap_positions_for_packed_sequence(FUNCTIONS["window"], positions)
-    function = masking.and_masks(remapped, masking.packed_sequence_mask_function(documents))
-    built = build_mask(2, 5, 5, mask_function=function, allow_is_causal_skip=False)
-    assert isinstance(built, RuleMask) and built.cu_seqlens.tolist() == [0, 3, 5, 6, 10]
-    assert torch.equal(built.dense(), masking.sdpa_mask(2, 5, 5, mask_function=function, allow_is_causal_skip=False))
+    remap = getattr(masking, "remap_positions_for_packed_sequence", lambda function, positions: function)
+    function = masking.and_masks(remap(FUNCTIONS["window"], positions), masking.packed_sequence_mask_function(documents))
+    built = build_mask(2, kv_length=5, **places(5), mask_function=function, allow_is_causal_skip=False)
+    assert built.cu_seqlens.tolist() == [0, 3, 5, 6, 10] and built.visible is None
+    assert torch.equal(built.dense(), masking.sdpa_mask(2, kv_length=5, **places(5), mask_function=function, allow_is_causal_skip=False))
 
-    blocks = masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(torch.tensor([[0, 0, 1, 1, -1]])))
-    built = build_mask(1, 5, 5, mask_function=blocks, allow_is_causal_skip=False)
-    assert isinstance(built, torch.Tensor)
-    assert torch.equal(built, masking.sdpa_mask(1, 5, 5, mask_function=blocks, allow_is_causal_skip=False))
+    other = masking.or_masks(masking.causal_mask_function, lambda b, h, q, kv: kv == 3)
+    built = build_mask(1, kv_length=5, **places(5), mask_function=other, allow_is_causal_skip=False)
+    assert torch.equal(built.visible, masking.sdpa_mask(1, kv_length=5, **places(5), mask_function=other, allow_is_causal_skip=False))
+
+
+def test_a_model_that_adds_its_mask_to_the_scores_is_refused() -> None:
+    """Such a model does not use the attention interface; what it adds would be 0 and 1."""
+    mask = build_mask(2, kv_length=5, **places(5))
+    scores = torch.randn(2, 4, 5, 5)
+    for misuse in (
+        lambda: scores + mask,
+        lambda: mask + scores,
+        lambda: scores + mask[:, :, :, :5],
+        lambda: scores.add_(mask),
+        lambda: 1 - mask,
+        lambda: mask[0],
+    ):
+        with pytest.raises(UnsupportedAttention, match="attention interface"):
+            misuse()
+
+
+def test_a_mask_made_for_other_keys_is_read_as_its_tensor() -> None:
+    """Rules count positions from the last key: a layer with fewer keys gets their columns, one with more an error."""
+    module = torch.nn.Module()
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    mask = build_mask(1, kv_length=8, **places(3, 3))
+    out, _ = integration.attention_forward(module, q, k, v, mask)
+    expected, _ = integration.attention_forward(module, q, k, v, mask.dense()[..., :6])
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="mask has shape"):
+        integration.attention_forward(module, q, k, v, build_mask(1, kv_length=5, **places(3, 2)))
 
 
 def test_packed_sequences_without_a_mask_attend_within_themselves() -> None:

@@ -1,6 +1,6 @@
 """tilewise: exact attention for PyTorch, computed tile by tile so that the N x N matrix never exists."""
 
-from . import masks
+from . import masks, packing
 from .api import Aux, attention
 from .block_mask import BlockMask
 from .errors import UnsupportedAttention
@@ -23,4 +23,5 @@ __all__ = [
     "explain",
     "masks",
     "merge",
+    "packing",
 ]

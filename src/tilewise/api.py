@@ -90,7 +90,8 @@ def attention(
     -inf). A key that no query sees never influences anything, whatever it holds. All masks given together are AND-ed.
 
     Args:
-        q: ``(B, Sq, Hq, D)``; float16, bfloat16, float32, or float64 (on CPU, and through ``backend="tiled"``). Any strides.
+        q: ``(B, Sq, Hq, D)``; float16, bfloat16, float32, or float64 (on CPU, and through ``backend="tiled"``). Any strides. Jagged
+            `torch.nested` tensors, all three of them, are served as `attention_varlen` serves packed ones, and give nested results.
         k: ``(B, Sk, Hk, D)``, Hq a multiple of Hk (GQA, MQA): query head h reads kv head ``h // (Hq // Hk)``.
         v: ``(B, Sk, Hk, Dv)``; Dv may differ from D. One dtype and device for q, k and v; autocast casts all three.
         causal: a query sees keys j <= p.
@@ -139,12 +140,17 @@ def attention(
         >>> aux.lse.shape
         torch.Size([2, 8, 128])
     """
-    prepared = prepare(
-        q, k, v, causal=causal, window_size=window_size, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=softmax_scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, dropout_p=dropout_p, dropout_seed=dropout_seed,
-        seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        deterministic=deterministic, layout=layout, backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
+    arguments: dict[str, Any] = dict(
+        causal=causal, window_size=window_size, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=softmax_scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, dropout_p=dropout_p, dropout_seed=dropout_seed, seqused_q=seqused_q,
+        seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, deterministic=deterministic, layout=layout,
+        backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
     )  # fmt: skip
+    if getattr(q, "is_nested", False):
+        from .jagged import attention_jagged
+
+        return attention_jagged(q, k, v, **arguments)
+    prepared = prepare(q, k, v, **arguments)
     if backend == "reference":
         result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:

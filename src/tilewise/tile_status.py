@@ -9,6 +9,7 @@ only the `width` blocks of keys from `base` on, so that memory is O(N / block) t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from .mask_base import UNLIMITED, And, Mask, Not, Or
 from .masks import Blocks, Document
+from .plan import target_of
 from .score_mod import Program
 
 EMPTY, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
@@ -284,7 +286,17 @@ def _evaluate(
     grid = Grid(seqlen_q, seqlen_k, block_m, block_n, left, right)
     if status.device.type == "cpu":
         return _evaluate_unknown(text, captured, status, grid)
+    if _has_triton(status.device):
+        from .kernels.triton.tile_status import evaluate
+
+        with torch.cuda.device(status.device):
+            return evaluate(text, captured, status, grid.base(status.device), seqlen_q, seqlen_k, block_m, block_n)
     return _evaluate_rows(text, captured, status, grid)
+
+
+def _has_triton(device: torch.device) -> bool:
+    target = target_of(device)
+    return target.type == "cuda" and (target.hip or target.capability >= (8, 0)) and find_spec("triton") is not None
 
 
 def _evaluate_unknown(text: str, captured: list[Tensor], status: Tensor, grid: Grid) -> Tensor:

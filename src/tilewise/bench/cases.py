@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..cost import Problem, flops, least_bytes
-from .masked import density
+from .masked import density, document_lengths
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINING = ("fwd", "bwd", "fwd+bwd")
@@ -50,6 +50,7 @@ class Case:
     bias: tuple[int, int, int, int] | None = None
     padded: bool = False
     mask: str = ""  # a mask of `masked.case_mask`; "": none
+    packed: bool = False  # its documents are given to those who take packed sequences as such
     dtype: str = "bf16"
     passes: tuple[str, ...] = TRAINING
     kind: str = "speed"
@@ -136,6 +137,7 @@ _BARS = {
 }
 # What is sparse or biased, against FlexAttention: the floor that the portable kernels promise.
 _OVER_FLEX = (Bar("fwd", "flex", 1.1), Bar("bwd", "flex", 1.1))
+_PACKED_OVER_FLEX = (Bar("fwd", "flex", 1.2), Bar("bwd", "flex", 1.2))
 
 
 def _paper(group: str, lengths: Iterable[int]) -> list[Case]:
@@ -220,6 +222,7 @@ def _all_cases() -> list[Case]:
             Case("documents", f"d128-{count}-16384", seqlen_q=16384, heads=16, head_dim=128, mask=f"documents-{count}", bars=_OVER_FLEX)
             for count in (4, 16, 64)
         ),
+        Case("varlen", "d128-16-documents", sum(document_lengths(16)), 16, 128, mask="lengths-16", packed=True, bars=_PACKED_OVER_FLEX),
         *(
             Case("mla", f"192-128-{n}", seqlen_q=n, batch=16384 // n, heads=16, head_dim=192, head_dim_v=128, causal=True)
             for n in (4096, 16384)

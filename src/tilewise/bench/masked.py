@@ -18,16 +18,18 @@ class CaseMask(NamedTuple):
     function: Callable[..., Any]  # (b, h, q_idx, kv_idx) -> bool, indices of a square problem
     rule: Any  # the same as a rule of tilewise.masks
     density: float  # share of visible pairs
+    offsets: Tensor | None = None  # int32 (documents + 1,): where packed documents start and end
 
 
 def case_mask(name: str, seqlen: int, device: str) -> CaseMask:
-    """The mask of that name: "blocks-11" (random blocks of 128, 11 % of them), "documents-16" (16 packed documents, causal).
+    """The mask of that name: "blocks-11" (random blocks of 128, 11 % of them), "documents-16" (16 packed documents, causal), "lengths-16"
+    (likewise, of the lengths that `document_lengths` draws).
 
     >>> round(case_mask("blocks-50", 1024, "cpu").density, 1)
     0.6
     """
     kind, _, amount = name.partition("-")
-    return {"blocks": _blocks, "documents": _documents}[kind](int(amount), seqlen, torch.device(device))
+    return {"blocks": _blocks, "documents": _documents, "lengths": _lengths}[kind](int(amount), seqlen, torch.device(device))
 
 
 def density(name: str, seqlen: int) -> float:
@@ -52,12 +54,27 @@ def _blocks(percent: int, seqlen: int, device: torch.device) -> CaseMask:
     return CaseMask(lambda b, h, q_idx, kv_idx: on_device[q_idx // BLOCK, kv_idx // BLOCK], rule, bits.float().mean().item())
 
 
+def document_lengths(documents: int) -> list[int]:
+    """Lengths of 64 to 4,095 tokens, each as likely as the others."""
+    return torch.randint(64, 4096, (documents,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def _lengths(documents: int, seqlen: int, device: torch.device) -> CaseMask:
+    lengths = document_lengths(documents)
+    if sum(lengths) != seqlen:
+        raise ValueError(f"these {documents} documents have {sum(lengths)} tokens, and the problem {seqlen}")
+    return _packed(torch.tensor([0, *lengths]).cumsum(0), seqlen, device)
+
+
 def _documents(documents: int, seqlen: int, device: torch.device) -> CaseMask:
     """Packed documents of uneven lengths, causal inside."""
+    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(0))[: documents - 1] + 1
+    return _packed(torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])]), seqlen, device)
+
+
+def _packed(bounds: Tensor, seqlen: int, device: torch.device) -> CaseMask:
     from ..masks import Causal, Document
 
-    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(0))[: documents - 1] + 1
-    bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])])
     rule = Document.from_cu_seqlens(bounds.to(device), seqlen) & Causal()
     ids = rule.first.ids[0]  # type: ignore[attr-defined]
     lengths = bounds.diff().double()
@@ -66,4 +83,4 @@ def _documents(documents: int, seqlen: int, device: torch.device) -> CaseMask:
     def function(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
 
-    return CaseMask(function, rule, share)
+    return CaseMask(function, rule, share, bounds.to(device, torch.int32))

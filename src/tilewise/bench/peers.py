@@ -110,6 +110,8 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
 
         if case.cached:
             return cached_tilewise(case, inputs)
+        if case.packed:
+            return packed_tilewise(case, inputs, backend)
         options: dict[str, Any] = dict(causal=case.causal, window_size=case.window, softcap=case.softcap, backend=backend or "auto")
         if inputs.seqused_k is not None:
             options["seqused_k"] = inputs.seqused_k
@@ -135,6 +137,33 @@ def _tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
         return Prepared(call, backend=forward, backward_backend=backward)
 
     return prepare
+
+
+def packed_tilewise(case: Case, inputs: Inputs, backend: str) -> Prepared:
+    """Our call over packed documents. Nothing is prepared for their lengths: the offsets are all it gets."""
+    import tilewise
+
+    from .. import ops, plan
+    from ..varlen import prepare_varlen
+
+    offsets = case_mask(case.mask, case.seqlen_q, case.device).offsets
+    options: dict[str, Any] = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, backend=backend or "auto")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        return tilewise.attention_varlen(q[0], k[0], v[0], **options).unsqueeze(0)
+
+    def serving(backward: bool) -> str:
+        arguments = prepare_varlen(inputs.q[0], inputs.k[0], inputs.v[0], **options).op_arguments
+        return plan.select(ops.operands(arguments), ops.rules(arguments, False), backend or "auto", request=plan.Request(backward)).backend
+
+    try:
+        forward = serving(False)
+    except tilewise.UnsupportedAttention as error:
+        raise Unsupported(str(error)) from error
+    backward = None
+    with contextlib.suppress(tilewise.UnsupportedAttention):
+        backward = serving(True)
+    return Prepared(call, backend=forward, backward_backend=backward)
 
 
 def cached_tilewise(case: Case, inputs: Inputs) -> Prepared:
@@ -285,13 +314,19 @@ def _flex(case: Case, inputs: Inputs) -> Prepared:
 
 
 def _flash(
-    function: Callable[..., Any], unlimited: int | None, softcap: bool = True, with_cache: Callable[..., Any] | None = None
+    function: Callable[..., Any],
+    unlimited: int | None,
+    softcap: bool = True,
+    with_cache: Callable[..., Any] | None = None,
+    varlen: Callable[..., Any] | None = None,
 ) -> Callable[[Case, Inputs], Prepared]:
     """The call that FlashAttention 2, 3 and 4 share; `unlimited` is what each takes for no limit of a window. `with_cache` is the call over
-    a cache of those that have one."""
+    a cache, `varlen` that over packed sequences, of those that have one."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         capped = case.softcap > 0 and not softcap
+        if case.packed and varlen is not None:
+            return packed_flash(case, varlen)
         _refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", softcap=capped, mask=bool(case.mask))
         options: dict[str, Any] = dict(causal=case.causal)
         left, right = case.window
@@ -319,6 +354,20 @@ def _flash(
         return Prepared(call)
 
     return prepare
+
+
+def packed_flash(case: Case, varlen: Callable[..., Any]) -> Prepared:
+    """FlashAttention over packed documents. The longest is found here, outside the timed call: a user would wait for the device."""
+    offsets = case_mask(case.mask, case.seqlen_q, case.device).offsets
+    assert offsets is not None
+    longest = int(offsets.diff().max())
+    bounds = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = varlen(q[0], k[0], v[0], **bounds, causal=True)
+        return (out[0] if isinstance(out, tuple) else out).unsqueeze(0)
+
+    return Prepared(call)
 
 
 def _xformers(function: Callable[..., Tensor], causal_mask: type) -> Callable[[Case, Inputs], Prepared]:
@@ -363,19 +412,26 @@ def _flashinfer(module: Any) -> Callable[[Case, Inputs], Prepared]:
 # ---------------------------------------------------------------------------------------------------------------------- finding
 
 
+def flash_3(package: Any) -> Callable[[Case, Inputs], Prepared]:
+    """FlashAttention-3, whole or without its backward pass."""
+    return _flash(package.flash_attn_func, -1, with_cache=package.flash_attn_with_kvcache, varlen=package.flash_attn_varlen_func)
+
+
 def _load(provider: str) -> Provider:
     """The provider of an installed package; ImportError (or what its import raises) where it is not there."""
     if provider == "fa2":
-        return Provider("fa2", _flash(importlib.import_module("flash_attn").flash_attn_func, -1))
+        package = importlib.import_module("flash_attn")
+        return Provider("fa2", _flash(package.flash_attn_func, -1, varlen=package.flash_attn_varlen_func))
     if provider == "fa3":
         try:
             full = importlib.import_module("flash_attn_interface")
-            return Provider("fa3", _flash(full.flash_attn_func, -1, with_cache=full.flash_attn_with_kvcache))
+            return Provider("fa3", flash_3(full))
         except ImportError:
             forward = importlib.import_module("fa3_fwd_interface")
-            return Provider("fa3", _flash(forward.flash_attn_func, -1, with_cache=forward.flash_attn_with_kvcache), backward=False)
+            return Provider("fa3", flash_3(forward), backward=False)
     if provider == "fa4":
-        return Provider("fa4", _flash(importlib.import_module("flash_attn.cute").flash_attn_func, None))
+        package = importlib.import_module("flash_attn.cute")
+        return Provider("fa4", _flash(package.flash_attn_func, None, varlen=package.flash_attn_varlen_func))
     if provider == "xformers":
         ops = importlib.import_module("xformers.ops")
         return Provider("xformers", _xformers(ops.memory_efficient_attention, ops.LowerTriangularMask))

@@ -69,6 +69,8 @@ def attention_forward(
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     offsets = None if cu_seq_lens_q is None or cu_seq_lens_k is None else (cu_seq_lens_q, cu_seq_lens_k)
     rules: dict[str, Any] = {}
+    if isinstance(attention_mask, RuleMask) and attention_mask.shape[2:] != (num_queries, num_keys):
+        attention_mask = attention_mask.dense()  # rules count from the last key, and it is not the one they were made for
     if isinstance(attention_mask, RuleMask):
         rules = attention_mask.arguments()
         offsets = None if attention_mask.documents is None or position_bias is not None else offsets or attention_mask.offsets
@@ -79,7 +81,7 @@ def attention_forward(
             attention_mask = attention_mask[:, :, :1]
         rules["mask" if attention_mask.dtype == torch.bool else "bias"] = attention_mask
     else:
-        # The builder returns no mask in two cases: every key is visible, or causal order alone decides. A single query is the newest token.
+        # The caller built no mask: causal order alone decides, where the layer has one. A single query is the newest token.
         ordered = causal and (num_queries > 1 or offsets is not None)
         if ordered and offsets is None and num_keys > num_queries:
             # An empty preallocated cache is being filled: the slots after the queries hold nothing yet.

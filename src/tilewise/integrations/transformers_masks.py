@@ -1,7 +1,8 @@
 """The masks of `transformers` models as rules: causal order, windows, packed sequences and padding without an N x N tensor.
 
 `transformers` describes a mask by functions of indices that it nests into each other. The ones it ships are recognised here by what they
-are; a mask that holds any other function is built as the library builds it for `sdpa`, a boolean tensor.
+are; a mask that holds any other function is built as the library builds it for `sdpa`, a boolean tensor. So are, under torch.compile, masks
+other than plain causal and bidirectional ones.
 """
 
 from __future__ import annotations
@@ -13,27 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedAttention
 from tilewise.masks import Document
+
+# What may be asked of a mask by a model that does not hand it on: nothing that would take it for numbers to add to the scores.
+_LOGICAL = {
+    torch.logical_not,
+    torch.logical_and,
+    torch.where,
+    torch.Tensor.__and__,
+    torch.Tensor.__rand__,
+    torch.Tensor.logical_and,
+    torch.Tensor.masked_fill,
+}
 
 
 @dataclass(frozen=True, eq=False)
 class RuleMask:
     """What one attention layer may see, in O(N) memory; stands where `transformers` passes a (B, 1, Sq, Sk) boolean tensor.
 
-    Query i stands at position ``p = i + length - Sq`` with ``length`` the keys in use. A model that looks into its mask, by indexing or by
-    any torch function, gets the boolean tensor.
+    Query i stands at position ``p = i + length - Sq`` with ``length`` the keys in use. Indexing and logical functions work as on that
+    tensor. Arithmetic raises: a model that adds its mask to the scores computes its attention by itself, not through the library's
+    interface, and would compute something else.
     """
 
     shape: torch.Size  # (B, 1, Sq, Sk)
-    window: tuple[int, int]  # keys p - left to p + right, -1: unlimited
+    device: torch.device
+    window: tuple[int, int] = (-1, -1)  # keys p - left to p + right, -1: unlimited
     length: Tensor | None = None  # int32 (B,), keys in use where that is not Sk
     padding: Tensor | None = None  # bool (B, 1, 1, Sk), True = a real key
     documents: Tensor | None = None  # (B, S), equal numbers see each other
     cu_seqlens: Tensor | None = None  # int32, the documents of all rows one after the other, where they could be counted
+    visible: Tensor | None = None  # bool (B, 1, Sq, Sk): a mask that is no rule
 
-    @property
-    def ndim(self) -> int:
-        return 4
+    ndim = 4
+    dtype = torch.bool
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor] | None:
@@ -41,11 +56,12 @@ class RuleMask:
 
     def dense(self) -> Tensor:
         """The boolean tensor (B, 1, Sq, Sk)."""
+        if self.visible is not None:
+            return self.visible
         num_queries, num_keys = self.shape[2:]
-        device = next((x.device for x in (self.length, self.padding, self.documents) if x is not None), None)
-        j = torch.arange(num_keys, device=device).view(1, 1, 1, -1)
+        j = torch.arange(num_keys, device=self.device).view(1, 1, 1, -1)
         length = num_keys if self.length is None else self.length.view(-1, 1, 1, 1)
-        p = torch.arange(num_queries, device=device).view(1, 1, -1, 1) + length - num_queries
+        p = torch.arange(num_queries, device=self.device).view(1, 1, -1, 1) + length - num_queries
         visible = j < length
         left, right = self.window
         if left >= 0:
@@ -59,49 +75,76 @@ class RuleMask:
         return visible.expand(self.shape)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `tilewise.attention` that mean this mask; at most one of padding and documents is present."""
-        return dict(
-            window_size=self.window,
-            seqused_k=self.length,
-            mask=self.padding if self.documents is None else Document(self.documents),
-        )
+        """The arguments of `tilewise.attention` that mean this mask; at most one of padding, documents and visible is present."""
+        tensor = self.padding if self.visible is None else self.visible
+        return dict(window_size=self.window, seqused_k=self.length, mask=tensor if self.documents is None else Document(self.documents))
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
+    def __getitem__(self, index: Any) -> RuleMask:
+        part = self.dense()[index]
+        if part.ndim != 4:
+            raise _not_numbers(f"indexed with {index}")
+        return RuleMask(part.shape, self.device, visible=part)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dense(), name)
+    def contiguous(self) -> RuleMask:
+        return self
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return 4
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _LOGICAL:
+            raise _not_numbers(f"given to {getattr(function, '__name__', function)}")
         args = tuple(x.dense() if isinstance(x, cls) else x for x in args)
         return function(*args, **{key: x.dense() if isinstance(x, cls) else x for key, x in (kwargs or {}).items()})
+
+    def __add__(self, other: Any) -> Any:
+        raise _not_numbers("added to something")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+
+
+def _not_numbers(what: str) -> UnsupportedAttention:
+    return UnsupportedAttention(
+        f"the attention mask was {what}: this model does not hand its mask to the attention interface of transformers but works with "
+        'it itself, which tilewise cannot follow; load it with attn_implementation="eager"'
+    )
 
 
 def build_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Any = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The mask of one kind of layer, as `transformers` asks for it: a `RuleMask`, a boolean tensor, or None where nothing is hidden.
+    """The mask of one kind of layer, as `transformers` asks for it: a `RuleMask`, or None where every query sees every key.
 
-    ``attention_mask`` (B, tokens seen) is the padding, True = real. None also stands for plain causal order where the caller allows it.
+    ``attention_mask`` (B, tokens seen) is the padding, True = real. Causal order is never left to the layer: a model that computes its
+    attention by itself would not know of it. Older releases give the queries' places as ``cache_position`` (Sq,), newer ones as ``q_length`` and ``q_offset``.
     """
     from transformers import masking_utils
 
     if isinstance(attention_mask, RuleMask):  # prepared by generation, handed through the model
         return attention_mask
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
+    places: dict[str, Any] = dict(q_length=q_length, q_offset=q_offset, device="cpu" if device is None else device)
+    if cache_position is not None:
+        places = dict(cache_position=cache_position)
+        device, q_length = cache_position.device, cache_position.shape[0]
+        q_offset = cache_position[0] if torch.compiler.is_compiling() else int(cache_position[0])
+    if q_length is None:
+        raise TypeError("build_mask needs q_length or cache_position")
     found = _Found()
     length = q_offset - kv_offset + q_length
     static = isinstance(length, int)
@@ -112,29 +155,26 @@ def build_mask(
         or (found.right != 0 and found.windowed and not (static and length == kv_length))
         or (found.documents is not None and attention_mask is not None)
     ):
-        return masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,
-            allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+        visible = masking_utils.sdpa_mask(
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **places, **kwargs,
         )  # fmt: skip
+        return None if visible is None else RuleMask(visible.shape, visible.device, visible=visible)
 
     padding = _padding(attention_mask, kv_length, kv_offset)
     left = -1 if static and found.left >= length - 1 else found.left
-    if not found.windowed and found.documents is None:
-        if padding is None and allow_is_bidirectional_skip:
-            return None
-        everything = torch.ones((), dtype=torch.bool, device=device) if padding is None else padding
-        return everything.expand(batch_size, 1, q_length, kv_length)
-    plain = left < 0 and padding is None and found.documents is None
-    if allow_is_causal_skip and plain and static and length == kv_length and q_length in (1, kv_length):
+    sees_all = padding is None and found.documents is None and left < 0 and static and length == kv_length
+    if sees_all and ((q_length == 1 and allow_is_causal_skip) or (found.right < 0 and allow_is_bidirectional_skip)):
         return None
     in_use = None
-    if not (static and length == kv_length):
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if found.windowed and not (static and length == kv_length):
         in_use = torch.as_tensor(length, dtype=torch.int32, device=device).expand(batch_size)
     cu_seqlens = None
     if found.documents is not None and not torch.compiler.is_compiling():
         cu_seqlens = _offsets(found.documents)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
-    return RuleMask(shape, (left, found.right), in_use, padding, found.documents, cu_seqlens)
+    return RuleMask(shape, device, (left, found.right), in_use, padding, found.documents, cu_seqlens)
 
 
 class _Found:

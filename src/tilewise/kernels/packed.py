@@ -70,6 +70,8 @@ def parts(t: Operands, block_m: int, host: bool) -> Iterator[Part]:
             yield Sequence(t, b, queries, keys, len_q[b : b + 1], len_k[b : b + 1])
         return
     sequences, total = len(len_q), t.q.shape[2]
+    if total == 0:
+        return
     block_m = max(1, min(block_m, max(16, -(-total // sequences))))
     tiles = (starts_q.diff() + block_m - 1) // block_m
     ends = tiles.cumsum(0)

@@ -26,18 +26,18 @@ def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor) -> None
     out.zero_()
     lse.fill_(NEG_INF)
     total = t.q.shape[1]
-    offsets = t.cu_seqlens_q.clamp(0, total)
+    offsets = t.cu_seqlens_q
     if host_reads(t.q.device):
         bounds = offsets.tolist()
         for b in range(t.batch):
-            part = slice(bounds[b], max(bounds[b], bounds[b + 1]))
+            part = slice(bounds[b], bounds[b + 1])
             attend(t, r, b, t.q[0, part], None, out[0, part], lse[:, part])
         return
     # The host must not read the offsets: as many rows as an item may have are fetched from its first on, and its own alone are kept.
-    window = torch.arange(min(r.max_seqlen_q, total), device=t.q.device)
+    window = torch.arange(total, device=t.q.device)
     for b in range(t.batch):
         rows = (offsets[b] + window) % total  # past the end it begins anew: no row twice
-        length = (offsets[b + 1] - offsets[b]).clamp(min=0)
+        length = offsets[b + 1] - offsets[b]
         part_out, part_lse = out.new_empty(len(rows), *out.shape[2:]), lse.new_empty(lse.shape[0], len(rows))
         attend(t, r, b, t.q[0, rows], length, part_out, part_lse)
         own = window < length

@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class CacheOperands:
-    """The tensors of a read-only call. Packed: q is (1, total, Hq, D), and item b owns rows [cu_seqlens_q[b], cu_seqlens_q[b + 1])."""
+    """The tensors of a read-only call. Packed: q is (1, total, Hq, D), and item b owns rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]);
+    the offsets never decrease and lie in [0, total]."""
 
     q: Tensor  # (B, Sq, Hq, D)
     k_cache: Tensor  # (rows, slots, Hk, D): rows are batch items or pages
@@ -52,7 +53,6 @@ class CacheRules:
     window_left: int = -1  # -1: unlimited
     window_right: int = -1
     appended: int = 0  # keys in the cache beyond cache_seqlens
-    max_seqlen_q: int = 0  # packed: no item has more queries
     rotary_interleaved: bool = True
     num_splits: int = 0  # 0: chosen
     batch_invariant: bool = False

@@ -32,9 +32,16 @@ class CacheSizes(NamedTuple):
 
 
 def check_tensors(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, page_table: Tensor | None, batch_idx: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    page_table: Tensor | None,
+    batch_idx: Tensor | None,
+    items: int | None = None,
 ) -> CacheSizes:
-    """Ranks, dtypes, devices and shapes of everything but the vectors."""
+    """Ranks, dtypes, devices and shapes of everything but the vectors. `items` is how many share packed queries (1, total, Hq, D)."""
     shapes = {
         "q": (q, "(B, Sq, Hq, D)"),
         "k_cache": (k_cache, "(B, capacity, Hk, D), or (pages, page_size, Hk, D) with a page_table"),
@@ -55,6 +62,7 @@ def check_tensors(
             "A cache is never converted: allocate it in the dtype of the queries"
         )
     batch, seqlen_q, heads, head_dim = q.shape
+    batch = batch if items is None else items
     rows, page_size, kv_heads, _ = k_cache.shape
     head_dim_v = v_cache.shape[3]
     if v_cache.shape[:3] != k_cache.shape[:3]:

@@ -28,7 +28,7 @@ _library.define(
     "attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q, Tensor? cache_seqlens, Tensor? page_table, "
     "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? mask, Tensor? alibi_slopes, "
     "Tensor? sink, Tensor? k_descale, Tensor? v_descale, Tensor[] captured, float softmax_scale, float softcap, SymInt window_left, "
-    "SymInt window_right, SymInt appended, SymInt max_seqlen_q, bool rotary_interleaved, int num_splits, bool batch_invariant, "
+    "SymInt window_right, SymInt appended, bool rotary_interleaved, int num_splits, bool batch_invariant, "
     "str mask_mod, ScalarType? out_dtype) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
@@ -57,7 +57,6 @@ def attention_cached(
     window_left: int = -1,
     window_right: int = -1,
     appended: int = 0,
-    max_seqlen_q: int = 0,
     rotary_interleaved: bool = True,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -68,7 +67,7 @@ def attention_cached(
     return torch.ops.tilewise.attention_cached(
         q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, mask,
         alibi_slopes, sink, k_descale, v_descale, captured or [], softmax_scale, softcap, window_left, window_right, appended,
-        max_seqlen_q, rotary_interleaved, num_splits, batch_invariant, mask_mod, out_dtype,
+        rotary_interleaved, num_splits, batch_invariant, mask_mod, out_dtype,
     )  # fmt: skip
 
 
@@ -83,10 +82,12 @@ def _attention_cached(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None, cache_seqlens: Tensor | None, page_table: Tensor | None,
     cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None,
     mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
-    captured: list[Tensor], softmax_scale: float, softcap: float, window_left: int, window_right: int, appended: int, max_seqlen_q: int,
+    captured: list[Tensor], softmax_scale: float, softcap: float, window_left: int, window_right: int, appended: int,
     rotary_interleaved: bool, num_splits: int, batch_invariant: bool, mask_mod: str, out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out, lse = _allocate(q, v_cache, cu_seqlens_q, out_dtype)
+    if cu_seqlens_q is not None:  # offsets that decrease or lie outside count as the largest before them, at most the total
+        cu_seqlens_q = cu_seqlens_q.clamp(0, q.shape[1]).cummax(0).values
     if alibi_slopes is not None and alibi_slopes.ndim == 1:
         alibi_slopes = alibi_slopes[None]
     t = CacheOperands(
@@ -94,7 +95,7 @@ def _attention_cached(
         alibi_slopes, sink, k_descale, v_descale, tuple(captured),
     )  # fmt: skip
     r = CacheRules(
-        softmax_scale, softcap, window_left, window_right, appended, max_seqlen_q or q.shape[1], rotary_interleaved, num_splits,
+        softmax_scale, softcap, window_left, window_right, appended, rotary_interleaved, num_splits,
         batch_invariant, mask_mod, q.dtype == torch.float32 and float32_precision_allows_tf32(),
     )  # fmt: skip
     if lse.numel():

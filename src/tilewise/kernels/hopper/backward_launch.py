@@ -157,9 +157,7 @@ def _by_tma(x: Tensor) -> Tensor:
 def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
     """Fill the gradients. Shapes and strides as `why_not` allows them, no dimension of size 0, on the current device."""
     q, k, v = t.q, t.k, t.v
-    slopes, sink, lengths_q, lengths_k = (
-        None if x is None else x.contiguous() for x in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k)
-    )
+    slopes, sink, lengths_q, lengths_k = (None if x is None else x.contiguous() for x in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
     batch, heads, seqlen_q, dim = q.shape
     heads_k, seqlen_k, dim_v = v.shape[1:]
     program = program_for(t, r, grads.dalibi_slopes is not None)

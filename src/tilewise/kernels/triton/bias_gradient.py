@@ -9,9 +9,20 @@ import triton.language as tl
 
 from . import configs
 from .configs import DBIAS
-from .launch import RUNTIME, Launch, alignment, matrix_strides, run, strides
+from .launch import RUNTIME, Launch, alignment, matrix_strides, strides
 from .row_terms import RowTerms
-from .tiles import ROW_BLOCK, head_of, key_tile_range, load_rows, load_tile, matrix_pointers, packed_tile, tile_gradient, used_length
+from .tiles import (
+    ROW_BLOCK,
+    head_of,
+    key_tile_range,
+    load_rows,
+    load_tile,
+    matrix_of,
+    matrix_pointers,
+    packed_tile,
+    tile_gradient,
+    used_length,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +46,8 @@ def bias_gradient(
     dropout_threshold: tl.int64, keep_scale, sequences_ptr, captured_ptr, captured_sizes,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one tile of scores over the batch items and heads that share the bias, in a fixed order."""
     num_m, num_n = tl.cdiv(size_q, BLOCK_M), tl.cdiv(size_k, BLOCK_N)
@@ -52,12 +64,12 @@ def bias_gradient(
             _b, _row0, first_q, _rows_q, len_q, first_k, _rows_k, len_k = packed_tile(sequences_ptr + b * 8)
             item, head = 0, h
         span = (len_q, len_k, window_left, window_right)
-        lo, _full_lo, _full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
+        lo, _full_lo, _full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
         if (n0 + BLOCK_N > lo) & (n0 < hi):
-            bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+            bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
             mask, slope, drop, program = None, None, None, None
             if mask_ptr is not None:
-                mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+                mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, MASK_ALIGN)
             if slopes_ptr is not None:
                 slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
             if seed_ptr is not None:
@@ -84,7 +96,7 @@ def bias_gradient(
                 load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, True),
                 load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True),
                 offs_m, offs_n, n0, span, rules, bias, mask, (unit, unit_exact), drop, keep_scale,
-                SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, True, PRECISION, True)  # fmt: skip
+                SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, True, PRECISION, True, True)  # fmt: skip
             total += ds
     start = dbias_ptr + shared // bias_heads * stride_dbias_b + shared % bias_heads * stride_dbias_h
     inside = (offs_m < size_q)[:, None] & (offs_n < size_k)[None, :]
@@ -94,10 +106,12 @@ def bias_gradient(
 def launch_bias_gradient(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, dbias: Tensor, sequences: Tensor | None) -> None:
     """Fill ``dbias``, (B or 1, Hq or 1, Sq, Sk); `sequences` are those of `sequence_records`."""
     config = call.config(DBIAS)
+    if call.repeat(bias_gradient, (dout, rows.lse, rows.rest, rows.delta, dbias), config):
+        return
     align = alignment(t.q, t.k, t.v, dout)
     batch, heads, size_q, size_k = dbias.shape
     tiles = triton.cdiv(size_q, config.block_m) * triton.cdiv(size_k, config.block_n)
-    run(
+    call.run(
         bias_gradient,
         tiles * batch * heads,
         t.q,

@@ -1,7 +1,7 @@
 """Walks over listed tiles. A block of queries (or, transposed, of keys) has two lists of ascending blocks to visit: those that the mask
 cuts, and those that it leaves whole. Windows and lengths may still cut the latter, but only at the two ends of their list.
 
-    listed  (partial_ptr, full_ptr, num_partial, num_full, first, last)   entries [first, last) of the full list need no mask
+    listed  (partial_ptr, full_ptr, num_partial, num_full, first, last)   entries [first, last) of the full list are not cut
 
 A listed block is LIST_M queries by LIST_N keys, a multiple of the kernel's own tile in both.
 """
@@ -29,16 +29,14 @@ def ordered_tile(tile, lists_ptr, list_sizes, b, h):
 
 
 @triton.jit
-def lists_of(lists_ptr, list_sizes, b, h, block, full_lo, full_hi, LIST: tl.constexpr, ALL_MASKED: tl.constexpr):
+def lists_of(lists_ptr, list_sizes, b, h, block, full_lo, full_hi, LIST: tl.constexpr):
     """The lists of one block; what lies within [full_lo, full_hi) of the walked axis is cut by neither a window nor a length."""
     row = b * decoded(list_sizes[0], False) + h * decoded(list_sizes[1], False) + block
     num_partial, num_full = tl.load(lists_ptr[0] + row), tl.load(lists_ptr[2] + row)
     partial_ptr = lists_ptr[1] + row * decoded(list_sizes[2], False)
     full_ptr = lists_ptr[3] + row * decoded(list_sizes[3], False)
     first, last = num_full * 0, num_full
-    if ALL_MASKED:
-        first = num_full
-    elif num_full > 0:
+    if num_full > 0:
         if tl.load(full_ptr) * LIST < full_lo:
             first = entries_below(full_ptr, num_full, tl.cdiv(full_lo, LIST))
         if (tl.load(full_ptr + num_full - 1) + 1) * LIST > full_hi:
@@ -58,19 +56,19 @@ def entries_below(ptr, num, limit):
 
 
 @triton.jit
-def listed_end(listed, some, LIST: tl.constexpr, MASKED: tl.constexpr):
-    """The length of the walk over masked or unmasked blocks, as if they lay side by side; 0 unless there is ``some``."""
+def listed_end(listed, some, LIST: tl.constexpr, CUT: tl.constexpr):
+    """The length of the walk over cut or uncut blocks, as if they lay side by side; 0 unless there is ``some``."""
     _, _, num_partial, num_full, first, last = listed
-    length = (num_partial + first + (num_full - last) if MASKED else last - first) * LIST
+    length = (num_partial + first + (num_full - last) if CUT else last - first) * LIST
     return tl.where(some, length, 0)
 
 
 @triton.jit
-def listed_start(listed, at, LIST: tl.constexpr, MASKED: tl.constexpr):
+def listed_start(listed, at, LIST: tl.constexpr, CUT: tl.constexpr):
     """Where on its axis the tile at position ``at`` of the walk starts."""
     partial_ptr, full_ptr, num_partial, _, first, last = listed
     entry = at // LIST
-    if MASKED:
+    if CUT:
         cut = entry - num_partial
         ptr = tl.where(cut < 0, partial_ptr + entry, full_ptr + tl.where(cut < first, cut, cut - first + last))
     else:

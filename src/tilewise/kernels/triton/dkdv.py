@@ -10,7 +10,7 @@ import triton.language as tl
 from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DKDV
-from .launch import RUNTIME, Launch, alignment, describable, run, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, source, strides
 from .packed import key_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -22,6 +22,7 @@ from .tiles import (
     load_matrix,
     load_rows,
     load_tile,
+    matrix_of,
     packed_tile,
     probabilities,
     product_gradient,
@@ -45,24 +46,27 @@ def walk_queries(
     listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
-    # A masked stretch has few tiles: without a pipeline it leaves registers to the stretch that matters.
-    EDGE: tl.constexpr = MASKED and not DENSE and LIST_M == 0
+    MASKED: tl.constexpr = CUT or DENSE
+    RULED: tl.constexpr = CUT or LIST_M == 0
+    # A stretch at the ends has few tiles: without a pipeline it leaves registers to the stretch that matters.
+    EDGE: tl.constexpr = CUT and not DENSE and LIST_M == 0
     PACKED: tl.constexpr = q[3][2] is not None
     len_q = span[0]
     for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
-        m0 = at if LIST_M == 0 else listed_start(listed, at, LIST_M, MASKED)
+        m0 = at if LIST_M == 0 else listed_start(listed, at, LIST_M, CUT)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
         lse = load_rows(row_lse_ptr + offs_m, offs_m, len_q, float("inf"), PACKED)
-        bias_tile = load_matrix(bias, offs_m, offs_n, span, True)
-        mask_tile = load_matrix(mask if MASKED else None, offs_m, offs_n, span, True)
+        bias_tile = load_matrix(bias, offs_m, offs_n, span, True, CUT)
+        mask_tile = load_matrix(mask if RULED else None, offs_m, offs_n, span, True, CUT)
         qk = tl.dot(k, q_tile.T, input_precision=PRECISION)  # [N, M]
         s, capped, raw = scores(
-            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, SANITIZE, True, MASKED
+            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD if RULED else "", NATURAL, SANITIZE, SANITIZE, True,
+            CUT, MASKED
         )  # fmt: skip
         rest = None
         if rest_ptr is not None:
@@ -103,7 +107,8 @@ def one_head_dkdv(
     dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes, lists_ptr, list_sizes, size_q,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr,
+    TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
@@ -113,9 +118,9 @@ def one_head_dkdv(
     do = (head_of(do_ref, at_q, stride_dob, stride_doh, stride_dos, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, at_q)
     bias, mask, slope, drop, program = None, None, None, None, None
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+        bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+        mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, MASK_ALIGN)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
@@ -134,13 +139,15 @@ def one_head_dkdv(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     cols = tl.zeros([BLOCK_N], tl.float32)
     TAIL: tl.constexpr = SANITIZE or window_left is not None
-    lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, DENSE and LIST_M == 0, TAIL)
+    lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, TAIL)
+    if DENSE:  # a tile of keys that the length cuts is cut at every query
+        full_hi = tl.where(n0 + BLOCK_N <= len_k, full_hi, full_lo)
     starts, stops, listed = (full_lo, lo, full_hi), (full_hi, full_lo, hi), None
     if LIST_M > 0:
-        listed = lists_of(lists_ptr, list_sizes, b, h, n0 // LIST_N, full_lo, full_hi, LIST_M, DENSE)
+        listed = lists_of(lists_ptr, list_sizes, b, h, n0 // LIST_N, full_lo, full_hi, LIST_M)
         starts, stops = (0, 0, 0), (listed_end(listed, n0 < len_k, LIST_M, False), 0, listed_end(listed, n0 < len_k, LIST_M, True))
     for part in tl.static_range(3):
-        if (part == 2 and TAIL) or (not DENSE and (part == 0 or (part == 1 and window_right is not None and LIST_M == 0))):
+        if (part == 2 and TAIL) or part == 0 or (part == 1 and window_right is not None and LIST_M == 0):
             dk, dv, cols = walk_queries(
                 dk, dv, cols, k, v, q, do, lse, rest, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop,
                 keep_scale, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
@@ -166,7 +173,7 @@ def attention_dkdv(
     dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUPED: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    GROUPED: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, over all query heads that read it. Under a causal mask the first tiles are the longest."""
@@ -205,7 +212,8 @@ def attention_dkdv(
                 slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k * group + g, n0, heads, row_blocks, size_k, span, scale,
                 softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
                 lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
+                dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE,
+                PRECISION)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
             dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
@@ -215,7 +223,8 @@ def attention_dkdv(
             slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k, n0, heads, row_blocks, size_k, span, scale,
             softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
             lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-            dk_ptr is not None, dv_ptr is not None, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION)  # fmt: skip
+            dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE,
+            PRECISION)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
         dk_head = (head_of(dk_ptr, at_k, stride_dkb, stride_dkh, stride_dks, ALIGN, False), stride_dks * ALIGN, stride_dkd, at_k)
@@ -228,12 +237,14 @@ def attention_dkdv(
 def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: Gradients, bias_cols: Tensor | None) -> None:
     """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
     config = call.config(DKDV)
+    if call.repeat(attention_dkdv, (dout, grads.dk, grads.dv, rows.lse, rows.rest, rows.delta, bias_cols), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     written = [x for x in (grads.dk, grads.dv) if x is not None]
     align = alignment(t.q, t.k, t.v, dout, *written)
     tiles = key_tiles(call, config.block_n)
-    run(
+    call.run(
         attention_dkdv,
         tiles.count * call.heads_k,
         source(t.q, config.block_m, call.block_d, tma),

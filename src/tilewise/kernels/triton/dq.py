@@ -11,7 +11,7 @@ import triton.language as tl
 from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import DQ
-from .launch import RUNTIME, Launch, alignment, describable, matrix_strides, run, source, strides
+from .launch import RUNTIME, Launch, alignment, describable, matrix_alignment, matrix_strides, source, strides
 from .packed import query_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -20,9 +20,11 @@ from .tiles import (
     distances,
     head_of,
     hide_rows,
+    inside_matrix,
     key_tile_range,
     load_rows,
     load_tile,
+    matrix_of,
     matrix_pointers,
     packed_tile,
     product_gradient,
@@ -40,28 +42,29 @@ if TYPE_CHECKING:
 @triton.jit
 def walk_keys(
     dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias, listed,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_N: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, DENSE: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to a tile of queries. As in the forward pass, a block list changes only `n0`."""
+    MASKED: tl.constexpr = CUT or DENSE
+    RULED: tl.constexpr = CUT or LIST_N == 0
     len_k = span[1]
     for at in tl.range(lo, hi, BLOCK_N):
-        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, MASKED)
+        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, CUT)
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
-        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT)  # [N, D]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT)  # [N, DV]
         ds, s, capped = tile_gradient(
-            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if MASKED else None, base2, drop, keep_scale,
-            SCORE_MOD, MASK_MOD, SCORE_GRAD, BLOCK_N, NATURAL, SANITIZE, PRECISION, MASKED)  # fmt: skip
+            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if RULED else None, base2, drop, keep_scale,
+            SCORE_MOD, MASK_MOD if RULED else "", SCORE_GRAD, BLOCK_N, NATURAL, SANITIZE, PRECISION, CUT, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
         if WANT_SLOPE_ROWS:
             slope_rows -= tl.sum(ds * distances(offs_m, offs_n, span, False), 1)
         if dbias is not None:
-            inside = (offs_m < span[0])[:, None] & (offs_n < len_k)[None, :]
-            tl.store(matrix_pointers(dbias, offs_m, offs_n), ds, mask=inside)
+            tl.store(matrix_pointers(dbias, offs_m, offs_n), ds, mask=inside_matrix(offs_m, offs_n, span, CUT))
         if WANT_DQ:
             if MASKED and SANITIZE:
                 k_tile = hide_rows(k_tile, s != NEG_INF, 0)
@@ -86,7 +89,8 @@ def attention_dq(
     dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, dcaptured_ptr, lists_ptr, list_sizes,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
+    BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, DBIAS_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr,
+    TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
@@ -117,15 +121,15 @@ def attention_dq(
     do_head = (head_of(do_ref, at_q, stride_dob, stride_doh, stride_dos, ALIGN, TMA_DO), stride_dos * ALIGN, stride_dod, at_q)
     bias, mask, slope, drop, program, dbias = None, None, None, None, None, None
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+        bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+        mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, MASK_ALIGN)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
     if dbias_ptr is not None:
-        dbias = (dbias_ptr + b * stride_dbias_b + h * stride_dbias_h, stride_dbias_m, 1 if stride_dbias_n is None else stride_dbias_n)
+        dbias = matrix_of(dbias_ptr, b, h, stride_dbias_b, stride_dbias_h, stride_dbias_m, stride_dbias_n, DBIAS_ALIGN)
     if SCORE_MOD != "" or MASK_MOD != "":
         program = (captured_ptr, captured_sizes, dcaptured_ptr, b, h, size_q - 1, size_k - 1)
     rules = (scale, softcap, slope, program)
@@ -147,16 +151,16 @@ def attention_dq(
     bias_rows = tl.zeros([BLOCK_M], tl.float32)
     slope_rows = tl.zeros([BLOCK_M], tl.float32)
 
-    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE and LIST_N == 0)
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
     starts, stops, listed = (lo, full_lo, full_hi), (full_lo, full_hi, hi), None
     if LIST_N > 0:
-        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N, DENSE)
+        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N)
         starts, stops = (0, 0, 0), (0, listed_end(listed, m0 < len_q, LIST_N, False), listed_end(listed, m0 < len_q, LIST_N, True))
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or (window_left is not None and LIST_N == 0))):
+        if part > 0 or (window_left is not None and LIST_N == 0):
             dq, bias_rows, slope_rows = walk_keys(
                 dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias,
-                mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+                mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
                 dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
                 TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
@@ -177,11 +181,13 @@ def launch_dq(
     to the gradients of captured tensors, float32 and contiguous."""
     wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     config = call.config(DQ)
+    if call.repeat(attention_dq, (dout, dq, rows.lse, rows.rest, rows.delta, bias_rows, slope_rows, dbias), config):
+        return
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
     tiles = query_tiles(call, config.block_m)
-    run(
+    call.run(
         attention_dq,
         tiles.count * call.heads,
         source(t.q, config.block_m, call.block_d, tma),
@@ -195,7 +201,7 @@ def launch_dq(
         bias_rows,
         slope_rows,
         dbias,
-        *matrix_strides(dbias),
+        *matrix_strides(dbias, matrix_alignment(dbias)),
         *strides(t.q, align),
         *strides(t.k, align),
         *strides(t.v, align),
@@ -209,4 +215,5 @@ def launch_dq(
         SCORE_GRAD=call.score_gradient(wanted),
         **call.constants(config, align, tma),
         TMA_DO=tma_do,
+        DBIAS_ALIGN=matrix_alignment(dbias),
     )

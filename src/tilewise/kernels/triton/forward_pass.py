@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
-from .configs import FORWARD
-from .launch import RUNTIME, Launch, alignment, contiguous, describable, run, source, strides
+from .configs import FORWARD, Config
+from .launch import RUNTIME, Launch, alignment, contiguous, describable, source, strides
 from .packed import query_tiles
 from .tiles import (
     LOG2E,
@@ -25,6 +25,7 @@ from .tiles import (
     load_matrix,
     load_tile,
     log_sum_exp,
+    matrix_of,
     online_softmax_update,
     packed_tile,
     scores,
@@ -39,26 +40,30 @@ if TYPE_CHECKING:
 @triton.jit
 def attend(
     acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    LIST_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    DENSE: tl.constexpr, LIST_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
+    MASKED: tl.constexpr = CUT or DENSE
+    RULED: tl.constexpr = CUT or LIST_N == 0  # blocks that the mask leaves whole need not be told
     len_k = span[1]
     for at in tl.range(lo, hi, BLOCK_N):
-        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, MASKED)
+        n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, CUT)
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, MASKED)  # [N, D]
-        bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-        mask_tile = load_matrix(mask if MASKED else None, offs_m, offs_n, span, False)
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT)  # [N, D]
+        bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
+        mask_tile = load_matrix(mask if RULED else None, offs_m, offs_n, span, False, CUT)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
         s, _, _ = scores(
-            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, SANITIZE, True, False, MASKED)  # fmt: skip
+            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD if RULED else "", NATURAL, SANITIZE, True, False,
+            CUT, MASKED)  # fmt: skip
         m, p, alpha = online_softmax_update(m, s, base2, NATURAL, MASKED)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), p, 0.0)
-        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, MASKED)  # [N, DV]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT)  # [N, DV]
         if MASKED and SANITIZE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
@@ -79,7 +84,8 @@ def attention_forward(
     dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A one-dimensional grid has no 65,535 limit. Tiles of one head are neighbours, so that they share its keys in L2; under a causal
     # mask the longest come first.
@@ -111,9 +117,9 @@ def attention_forward(
     out_head = (head_of(out_ptr, at_q, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at_q)
     bias, mask = None, None
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+        bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+        mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, MASK_ALIGN)
     slope, drop, program = None, None, None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
@@ -133,16 +139,16 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
 
-    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE and LIST_N == 0)
+    lo, full_lo, full_hi, hi = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
     starts, stops, listed = (lo, full_lo, full_hi), (full_lo, full_hi, hi), None
     if LIST_N > 0:
-        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N, DENSE)
+        listed = lists_of(lists_ptr, list_sizes, b, h, m0 // LIST_M, full_lo, full_hi, LIST_N)
         starts, stops = (0, 0, 0), (0, listed_end(listed, m0 < len_q, LIST_N, False), listed_end(listed, m0 < len_q, LIST_N, True))
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or (window_left is not None and LIST_N == 0))):
+        if part > 0 or (window_left is not None and LIST_N == 0):
             acc, l, m = attend(
                 acc, l, m, q, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias, mask, base2, drop, listed,
-                SCORE_MOD, MASK_MOD, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                SCORE_MOD, MASK_MOD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -161,25 +167,30 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
         return
     call = Launch(t, r)
     config = call.config(FORWARD)
+    with call.device_guard():
+        if not call.repeat(attention_forward, (out.out, out.lse), config):
+            launch_forward(call, t, out, config)
+
+
+def launch_forward(call: Launch, t: Operands, out: Outputs, config: Config) -> None:
     tma = config.descriptors and describable(t.q, t.k, t.v)
     align = alignment(t.q, t.k, t.v, out.out)
-    with call.device_guard():
-        tiles = query_tiles(call, config.block_m)
-        run(
-            attention_forward,
-            tiles.count * call.heads,
-            source(t.q, config.block_m, call.block_d, tma),
-            source(t.k, config.block_n, call.block_d, tma),
-            source(t.v, config.block_n, call.block_dv, tma),
-            out.out,
-            out.lse,
-            *strides(t.q, align),
-            *strides(t.k, align),
-            *strides(t.v, align),
-            *strides(out.out, align),
-            **call.rule_arguments,
-            **tiles.arguments(),
-            **call.key_lists(config),
-            sink_ptr=contiguous(t.sink),
-            **call.constants(config, align, tma),
-        )
+    tiles = query_tiles(call, config.block_m)
+    call.run(
+        attention_forward,
+        tiles.count * call.heads,
+        source(t.q, config.block_m, call.block_d, tma),
+        source(t.k, config.block_n, call.block_d, tma),
+        source(t.v, config.block_n, call.block_dv, tma),
+        out.out,
+        out.lse,
+        *strides(t.q, align),
+        *strides(t.k, align),
+        *strides(t.v, align),
+        *strides(out.out, align),
+        **call.rule_arguments,
+        **tiles.arguments(),
+        **call.key_lists(config),
+        sink_ptr=contiguous(t.sink),
+        **call.constants(config, align, tma),
+    )

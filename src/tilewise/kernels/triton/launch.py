@@ -8,16 +8,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import triton
-
 from ..kernel_cache import prepare
 from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
+from .recipes import Launcher, run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...plan import Operands, Rules
     from .emission import Facts
+
+__all__ = ["RUNTIME", "Launch", "run"]
 
 prepare()
 
@@ -45,10 +46,14 @@ def power_of_two_at_least(x: float) -> float:
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else min(exponent, 127))
 
 
-class Launch:
+class Launch(Launcher):
     """The choices of one call that its kernels share, and their arguments."""
 
     def __init__(self, t: Operands, r: Rules) -> None:
+        # Packed sequences, lists and programs come with arguments that are made anew for every call.
+        same = t.cu_seqlens_q is None and t.blocks is None and not t.captured
+        optional = (t.bias, t.mask, t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k, t.dropout_seed)
+        super().__init__((t.q, t.k, t.v, *optional), (r,) if same and t.q.is_cuda else None)
         self.t, self.r = t, r
         self.batch, self.heads, self.size_q, self.d = t.q.shape
         self.sequences = None if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
@@ -144,6 +149,8 @@ class Launch:
             "NATURAL": self.natural,
             "SANITIZE": self.sanitize,
             "DENSE": self.dense,
+            "BIAS_ALIGN": matrix_alignment(self.t.bias),
+            "MASK_ALIGN": matrix_alignment(self.t.mask),
             "SCORE_MOD": self.score_mod,
             "MASK_MOD": self.mask_mod,
             "PRECISION": self.precision,
@@ -196,61 +203,9 @@ class Launch:
             arguments["captured_sizes"] = tuple(encoded(x) for x in t.captured)
         for name, matrix in (("bias", t.bias), ("mask", t.mask)):
             arguments[f"{name}_ptr"] = as_bytes(matrix)
-            for dim, stride in zip("bhmn", matrix_strides(matrix), strict=True):
+            for dim, stride in zip("bhmn", matrix_strides(matrix, matrix_alignment(matrix)), strict=True):
                 arguments[f"stride_{name}_{dim}"] = stride
         return arguments
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def run(kernel: Any, programs: int, *given: Any, **named: Any) -> None:
-    """``kernel[(programs,)](*given, **named)``, with a short way to the compiled kernel when the same types come again.
-
-    Triton binds and hashes all sixty arguments on every launch, which takes longer than a small kernel runs. What a compiled kernel of
-    ours depends on is less: types, 16-byte alignment of pointers, and compile-time values, as no integer is specialised on.
-    """
-    import torch
-
-    if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:  # on AMD the extent of a tensor counts too
-        kernel[(programs,)](*given, **named)
-        return
-    names, exact = parameters(kernel)
-    values = [*given, *[named[name] for name in names[len(given) :]]]
-    options = [named[name] for name in named if name not in exact]
-    key = (kernel.__name__, torch.cuda.current_device(), *[kind(x, exact[n]) for x, n in zip(values, names, strict=True)], *options)
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[(programs,)](*given, **named)
-    else:
-        found[(programs, 1, 1)](*values)
-
-
-_parameters: dict[str, tuple[list[str], dict[str, bool]]] = {}
-
-
-def parameters(kernel: Any) -> tuple[list[str], dict[str, bool]]:
-    """The names of a kernel's arguments, and of each whether what is compiled depends on its value."""
-    found = _parameters.get(kernel.__name__)
-    if found is None:
-        exact = {x.name: x.is_constexpr or not x.do_not_specialize for x in kernel.params}
-        found = _parameters[kernel.__name__] = (kernel.arg_names, exact)
-    return found
-
-
-def kind(x: Any, exact: bool) -> Any:
-    """What a compiled kernel knows of an argument."""
-    if x is None or type(x) is float:
-        return x is None
-    if type(x) is int:
-        return x if exact else "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
-    if hasattr(x, "data_ptr"):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is tuple:  # what programs read: the tensors themselves must not be kept
-        return tuple(kind(part, exact) for part in x)
-    if hasattr(x, "block_shape"):  # a descriptor
-        return x.base.dtype, *x.block_shape
-    return tuple(kind(element, exact) for element in x) if isinstance(x, tuple) else x
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -289,10 +244,18 @@ def rows_describable(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return rows_aligned(shape, stride, 8) and 0 not in shape and all(n == 1 or s > 0 for n, s in zip(shape[:3], stride[:3], strict=True))
 
 
-def matrix_strides(x: Tensor | None) -> tuple[int | None, ...]:
-    """Strides of a bias or mask, the last None where neighbours are adjacent: known to the compiler, it makes reads wide."""
+def matrix_strides(x: Tensor | None, align: int = 1) -> tuple[int | None, ...]:
+    """Strides of a bias or mask, the outer ones in units of ``align`` elements and the last None where neighbours are adjacent: known to the
+    compiler, it makes reads wide."""
     b, h, m, n = broadcast_strides(x)
-    return b, h, m, None if n == 1 else n
+    return b // align, h // align, m // align, None if n == 1 else n
+
+
+def matrix_alignment(x: Tensor | None) -> int:
+    """How many elements of a bias or mask make the 16 bytes on which all its rows start, or 1."""
+    step = 1 if x is None else 16 // x.element_size()
+    outer = broadcast_strides(x)[:3]
+    return step if x is not None and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in outer) else 1
 
 
 def alignment(*tensors: Tensor) -> int:

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from . import configs
 from .configs import FORWARD
-from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
+from .launch import RUNTIME, Launch, alignment, contiguous, strides
 from .packed import query_tiles
-from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, packed_tile, scores, used_length
+from .tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, matrix_of, packed_tile, scores, used_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,8 @@ def lse_rest(
     dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots,
     captured_ptr, captured_sizes, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum of exp(s - lse), the sink's part included: 0 but for rounding in most rows, whose tiles then walk no key."""
     if tiles_ptr is None:
@@ -63,9 +64,9 @@ def lse_rest(
         k_head = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
         bias, mask, slope, program = None, None, None, None
         if bias_ptr is not None:
-            bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+            bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
         if mask_ptr is not None:
-            mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+            mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, MASK_ALIGN)
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
         if sink_ptr is not None:
@@ -74,15 +75,15 @@ def lse_rest(
             program = (captured_ptr, captured_sizes, None, b, h, size_q - 1, size_k - 1)
         rules = (scale, softcap, slope, program)
         q = load_tile(q_head, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
-        ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, True)
+        ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
         for n0 in tl.range(ends[0], ends[3], BLOCK_N):
             offs_n = n0 + tl.arange(0, BLOCK_N)
             k_tile = load_tile(k_head, n0, len_k, BLOCK_N, BLOCK_D, D, False, True)  # [N, D]
-            bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-            mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+            bias_tile = load_matrix(bias, offs_m, offs_n, span, False, True)
+            mask_tile = load_matrix(mask, offs_m, offs_n, span, False, True)
             qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
             s, _, _ = scores(
-                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True)  # fmt: skip
+                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True, True)  # fmt: skip
             total += tl.sum(tl.exp2((s - lse[:, None]) * LOG2E), 1)
     rest = tl.where(large, tl.log2(total), 0.0)
     tl.store(rest_ptr + padded_row + offs_m, rest, mask=offs_m < rows_q)
@@ -95,8 +96,10 @@ def lse_rest_of(call: Launch, t: Operands, lse: Tensor) -> Tensor | None:
     config = call.config(FORWARD)
     align = alignment(t.q, t.k)
     rest = lse.new_empty(call.batch, call.heads, call.rows_padded)
+    if call.repeat(lse_rest, (lse, rest), config):
+        return rest
     tiles = query_tiles(call, config.block_m, call.rows_padded // config.block_m)
-    run(
+    call.run(
         lse_rest,
         tiles.count * call.heads,
         t.q,

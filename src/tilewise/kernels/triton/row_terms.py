@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .launch import LOG2E as HOST_LOG2E
-from .launch import RUNTIME, Launch, alignment, contiguous, run, strides
+from .launch import RUNTIME, Launch, alignment, contiguous, strides
 from .lse_rest import lse_rest_of
 from .tiles import LOG2E, NEG_INF, head_of, load_tile, used_length
 
@@ -75,15 +75,16 @@ def row_terms_of(call: Launch, t: Operands, saved: Saved, dout: Tensor, dlse: Te
     row_tiles = call.rows_padded // BLOCK_M
     row_lse, delta = (saved.lse.new_empty(call.batch, call.heads, row_tiles * BLOCK_M) for _ in range(2))
     partial = None if dsink is None else saved.lse.new_empty(call.batch, call.heads, row_tiles)
-    align = alignment(saved.out, dout)
-    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-    run(row_terms, row_tiles * call.batch * call.heads,
-        saved.out, dout, saved.lse, rest, dlse, delta, row_lse,
-        None if dsink is None else contiguous(t.sink), partial, call.seqused_q,
-        *strides(saved.out, align), *strides(dout, align), *dlse_strides,
-        call.heads, call.size_q, row_tiles, 1.0 if call.natural else HOST_LOG2E,
-        ALIGN=align, DV=call.dv, BLOCK_DV=call.block_dv, BLOCK_M=BLOCK_M, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    if not call.repeat(row_terms, (saved.out, dout, saved.lse, rest, dlse, delta, row_lse, partial)):
+        align = alignment(saved.out, dout)
+        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+        call.run(row_terms, row_tiles * call.batch * call.heads,
+            saved.out, dout, saved.lse, rest, dlse, delta, row_lse,
+            None if dsink is None else contiguous(t.sink), partial, call.seqused_q,
+            *strides(saved.out, align), *strides(dout, align), *dlse_strides,
+            call.heads, call.size_q, row_tiles, 1.0 if call.natural else HOST_LOG2E,
+            ALIGN=align, DV=call.dv, BLOCK_DV=call.block_dv, BLOCK_M=BLOCK_M, num_warps=4, num_stages=1,
+        )  # fmt: skip
     if dsink is not None and partial is not None:
         dsink.copy_(partial.sum((0, 2)))
     return RowTerms(row_lse, rest, delta)

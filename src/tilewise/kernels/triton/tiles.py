@@ -1,13 +1,13 @@
 """The steps of attention on one tile, each a short function: what the loops of `forward_pass` and `backward_pass` are written in.
 
-Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
+A tile is CUT where a window or a length may hide pairs of it, MASKED where anything may. Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
     source  (ref, row_stride, dim_stride, at)     one head of one batch item: a pointer to it, or with TMA a descriptor of the whole tensor
     at      (item, h, first)                      which one; `first`: the row where a packed sequence starts, else None
     span    (len_q, len_k, window_left, window_right)
-    mask    (ptr, row_stride, col_stride)         likewise bias; ptr at this batch item and head
+    mask    (ptr, row_stride, col_stride)         likewise bias; see `matrix_of`
     rules   (scale, softcap, slope, program)      program: see `programs`; its texts are SCORE_MOD, MASK_MOD and SCORE_GRAD
     base2   (unit, unit_exact)                    what turns raw scores into base-2 exponents, see `to_log2`
     drop    (seed, threshold, b, h)
@@ -108,18 +108,30 @@ def packed_tile(record_ptr):
 
 
 @triton.jit
-def load_matrix(matrix, offs_m, offs_n, span, TRANSPOSED: tl.constexpr):
-    """A tile of a bias or mask, 0 outside, or None: read along its rows either way round, [M, N] or [N, M].
+def matrix_of(ptr, b, h, stride_b, stride_h, stride_m, stride_n, ALIGN: tl.constexpr):
+    """A bias or mask at one batch item and head. As for heads, outer strides count ALIGN elements, so that rows are read 16 bytes at once."""
+    return ptr + (b * stride_b + h * stride_h) * ALIGN, stride_m * ALIGN, 1 if stride_n is None else stride_n
+
+
+@triton.jit
+def load_matrix(matrix, offs_m, offs_n, span, TRANSPOSED: tl.constexpr, CUT: tl.constexpr):
+    """A tile of a bias or mask, 0 outside, or None: read along its rows either way round, [M, N] or [N, M]. CUT: keys may lie outside, and
+    every element needs a check of its own.
 
     Called before the product whose scores it meets: the compiler settles a conflict of register layouts in favour of what comes last,
     and a softmax in the layout of the load would exchange every row between all lanes.
     """
     tile = None
     if matrix is not None:
-        inside = (offs_m < span[0])[:, None] & (offs_n < span[1])[None, :]
-        tile = tl.load(matrix_pointers(matrix, offs_m, offs_n), mask=inside, other=0)
+        tile = tl.load(matrix_pointers(matrix, offs_m, offs_n), mask=inside_matrix(offs_m, offs_n, span, CUT), other=0)
         tile = tile.T if TRANSPOSED else tile
     return tile
+
+
+@triton.jit
+def inside_matrix(offs_m, offs_n, span, CUT: tl.constexpr):
+    inside = (offs_m < span[0])[:, None]
+    return inside & (offs_n < span[1])[None, :] if CUT else inside
 
 
 @triton.jit
@@ -132,9 +144,9 @@ def matrix_pointers(matrix, offs_m, offs_n):
 
 
 @triton.jit
-def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr):
+def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys that queries [m0, m0 + BLOCK_M) see, as the ends of three stretches of tiles: those that a window's left end may cut, those
-    that need no mask, those that its right end or the length may cut. DENSE: a mask, bias or program may cut anywhere: all is the last."""
+    neither cuts, those that its right end or the length may cut."""
     len_q, len_k, window_left, window_right = span
     first = m0 + len_k - len_q  # positions of the first and the last query
     last = tl.minimum(m0 + BLOCK_M, len_q) - 1 + len_k - len_q
@@ -146,12 +158,12 @@ def key_tile_range(m0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE
         lo = tl.maximum(first - window_left, 0) // BLOCK_N * BLOCK_N
         full_lo = tl.cdiv(tl.maximum(tl.minimum(last - window_left, hi), 0), BLOCK_N) * BLOCK_N
     hi = tl.where(m0 < len_q, hi, lo)
-    full_hi = lo if DENSE else tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo)
+    full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_N * BLOCK_N, full_lo)
     return lo, full_lo, full_hi, hi
 
 
 @triton.jit
-def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DENSE: tl.constexpr, TAIL: tl.constexpr):
+def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr):
     """Queries that see keys [n0, n0 + BLOCK_N), as `key_tile_range`, with the stretch that the right end cuts first. TAIL: the last
     one is walked; without it queries past the length are harmless, being loaded as zeros with an LSE of +inf."""
     len_q, len_k, window_left, window_right = span
@@ -165,9 +177,7 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEN
         hi = tl.minimum(hi, last + window_left + 1)
         full_hi = tl.minimum(full_hi, first + window_left + 1)
     hi = tl.where(n0 < len_k, hi, lo)
-    if DENSE:
-        full_hi = lo
-    elif TAIL:
+    if TAIL:
         full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_M * BLOCK_M, full_lo)
     else:
         full_hi = hi
@@ -179,16 +189,16 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEN
 
 @triton.jit
 def visible(
-    offs_m, offs_n, span, mask_tile, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+    offs_m, offs_n, span, mask_tile, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
     len_q, len_k, window_left, window_right = span
     rows, cols = index_tiles(offs_m, offs_n, TRANSPOSED)
     seen = (rows < len_q) | (not CHECK_ROWS)
-    if CHECK_COLS:
+    if CHECK_COLS and CUT:
         seen &= cols < len_k
-    if window_left is not None:
+    if window_left is not None and CUT:
         seen &= cols >= rows + (len_k - len_q - window_left)
-    if window_right is not None:
+    if window_right is not None and CUT:
         seen &= cols <= rows + (len_k - len_q + window_right)
     if mask_tile is not None:
         seen &= mask_tile != 0
@@ -198,7 +208,8 @@ def visible(
 @triton.jit
 def scores(
     qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
+    NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf where hidden; also the softcapped products before anything was added, for the derivative of the cap, and the
     scores that the score function got, for its own."""
@@ -210,7 +221,7 @@ def scores(
     if slope is not None:
         s -= slope * distances(offs_m, offs_n, span, TRANSPOSED)
     if MASKED:
-        seen = visible(offs_m, offs_n, span, mask_tile, CHECK_ROWS, CHECK_COLS, TRANSPOSED)
+        seen = visible(offs_m, offs_n, span, mask_tile, CHECK_ROWS, CHECK_COLS, TRANSPOSED, CUT)
         if bias_tile is not None:
             seen &= bias_tile != NEG_INF
             s += bias_tile.to(tl.float32)
@@ -333,14 +344,15 @@ def product_gradient(ds, capped, rules):
 def tile_gradient(
     q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask, base2, drop, keep_scale,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, NATURAL: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; also the scores, -inf where hidden, and what the softcap made of the products."""
-    bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-    mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+    bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
+    mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
     s, capped, raw = scores(
-        qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, CHECK_ROWS, True, False, MASKED)  # fmt: skip
+        qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, CHECK_ROWS, True, False, CUT, MASKED)  # fmt: skip
     if rest is not None:
         rest = rest[:, None]
     p = probabilities(s, lse[:, None], rest, base2, NATURAL)

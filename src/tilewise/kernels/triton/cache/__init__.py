@@ -56,9 +56,9 @@ def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor) -> None
     from .decode import attention as run
     from .launch import planned, signature
 
-    call = planned(signature(t, r))
-    assert call is not None  # `why_not` has asked
-    run(t, r, out, lse, call)
+    calls = planned(signature(t, r))
+    assert calls is not None  # `why_not` has asked
+    run(t, r, out, lse, calls)
 
 
 def append(t: AppendOperands) -> None:

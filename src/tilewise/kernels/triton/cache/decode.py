@@ -18,7 +18,7 @@ from ..launch import run
 from ..tiles import LOG2E, NEG_INF, hide_rows, log_sum_exp, online_softmax_update
 from .launch import CacheLaunch, captured, on_device, vectors
 from .merge import MERGED_AT_ONCE, merge_parts
-from .tiles import cache_scores, clamped, load_keys, load_turned, places
+from .tiles import cache_scores, clamped, item_and_row, load_keys, load_turned, places, queries_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ....kvcache.call import CacheOperands, CacheRules
 
 RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v") for dim in "bsh"] + [f"stride_mask_{dim}" for dim in "bhmn"]
-RUNTIME += ["stride_table", "stride_slopes", "stride_k_scale", "stride_v_scale", "kv_heads", "group", "size_q", "total", "row_tiles"]
+RUNTIME += ["stride_table", "stride_slopes", "stride_k_scale", "stride_v_scale", "kv_heads", "group", "size_q", "total", "items"]
+RUNTIME += ["row_tiles", "slots", "rows", "least_rows", "most_rows"]
 RUNTIME += ["splits", "appended", "capacity", "pages", "positions", "window_left", "window_right"]
 RUNTIME += ["captured_sizes"]  # whose elements see to that themselves: `emission.encoded`
 
@@ -104,26 +105,25 @@ def attention_cached(
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
     stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n: tl.int64,
     stride_table: tl.int64, stride_slopes, stride_k_scale, stride_v_scale,
-    kv_heads, group, size_q, total, row_tiles, splits, appended, capacity, pages, positions,
+    kv_heads, group, size_q, total, items, row_tiles, slots, rows, least_rows, most_rows, splits, appended, capacity, pages, positions,
     scale, unit, unit_exact, softcap, window_left, window_right, captured_ptr, captured_sizes, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, LEAST: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCH: tl.constexpr, PART: tl.constexpr, LEAST: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, ALIGN: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Row tiles that read the same keys are neighbours, so that these come from L2; then kv heads, which lie beside each other in memory.
     program = tl.program_id(0)
-    m0, program = program % row_tiles * BLOCK_M, program // row_tiles
+    tile, program = program % row_tiles, program // row_tiles
     hk, program = program % kv_heads, program // kv_heads
     split, b = program % splits, program // splits
+    slot = (b * row_tiles + tile) * kv_heads + hk
     heads = kv_heads * group
 
     # Where the queries of this item are and how many, where they stand, which keys it has.
-    q_first, len_q, q_start = b.to(tl.int64) * size_q, size_q, q_ptr + b * stride_qb * ALIGN
-    if offsets_ptr is not None:
-        begin = tl.minimum(tl.maximum(tl.load(offsets_ptr + b), 0), total)
-        end = tl.minimum(tl.maximum(tl.load(offsets_ptr + b + 1), begin), total)
-        q_first, len_q, q_start = begin.to(tl.int64), tl.minimum(end - begin, size_q), q_ptr + begin * stride_qs * ALIGN
+    b, m0 = item_and_row(offsets_ptr, b, tile, items, group, BLOCK_M, SEARCH)
+    q_first, len_q = queries_of(offsets_ptr, b, size_q, group, least_rows, most_rows)
+    q_start = q_ptr + (b * stride_qb if offsets_ptr is None else q_first * stride_qs) * ALIGN
     len_k, padding = capacity, 0
     if lengths_ptr is not None:
         len_k = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), capacity)
@@ -131,9 +131,9 @@ def attention_cached(
         padding = tl.minimum(tl.maximum(tl.load(padding_ptr + b), 0), capacity)
     len_k += appended
     shift = len_k - len_q
-    rows = m0 + tl.arange(0, BLOCK_M)
-    token = rows // group
-    h = hk * group + rows % group
+    row = tl.arange(0, BLOCK_M)
+    token = (m0 + row) // group
+    h = hk * group + (m0 + row) % group
     position = token + shift  # [M]
     in_use = token < len_q
     window = (window_left, window_right)
@@ -142,13 +142,13 @@ def attention_cached(
     hi = tl.where(m0 < len_q * group, hi, lo)
     start, stop = part_of(lo, hi, split, splits, PART, LEAST, BLOCK_N)
 
-    row, table = b.to(tl.int64), None
+    cache_row, table = b.to(tl.int64), None
     if table_ptr is not None:
-        row, table = tl.zeros([], tl.int64), table_ptr + b * stride_table
+        cache_row, table = tl.zeros([], tl.int64), table_ptr + b * stride_table
     elif index_ptr is not None:
-        row = clamped(tl.load(index_ptr + b), pages).to(tl.int64)
-    k = (k_ptr + (row * stride_kb + hk * stride_kh) * ALIGN, stride_kb * ALIGN, stride_ks * ALIGN, stride_kd)
-    v = (v_ptr + (row * stride_vb + hk * stride_vh) * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN, stride_vd)
+        cache_row = clamped(tl.load(index_ptr + b), pages).to(tl.int64)
+    k = (k_ptr + (cache_row * stride_kb + hk * stride_kh) * ALIGN, stride_kb * ALIGN, stride_ks * ALIGN, stride_kd)
+    v = (v_ptr + (cache_row * stride_vb + hk * stride_vh) * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN, stride_vd)
     turn, mask, slope, program_of_mask = None, None, None, None
     if cos_ptr is not None:
         turn = (cos_ptr, sin_ptr, positions)
@@ -202,8 +202,8 @@ def attention_cached(
             lse_rows = (b * heads + h).to(tl.int64) * size_q + token
         tl.store(lse_ptr + lse_rows, log_sum_exp(m, l, base2, NATURAL), mask=in_use)
     else:
-        all_rows = total.to(tl.int64) * heads
-        part_rows = split * all_rows + out_rows
+        all_rows = slots.to(tl.int64) * rows
+        part_rows = split * all_rows + slot.to(tl.int64) * rows + row
         states = work_ptr + splits * all_rows * DV
         tl.store(states + part_rows, m, mask=in_use)
         tl.store(states + splits * all_rows + part_rows, l, mask=in_use)
@@ -211,24 +211,25 @@ def attention_cached(
             tl.store(work_ptr + part_rows[:, None] * DV + offs_d[None, :], acc, mask=in_use[:, None] & (offs_d < DV)[None, :])
 
 
-def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor, call: CacheLaunch) -> None:
+def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor, calls: tuple[CacheLaunch, ...]) -> None:
     """Fill out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); packed: (1, total, Hq, Dv) and (Hq, total), 0 and -inf outside the offsets."""
-    splits, total = call.splits, out.shape[0] * out.shape[1]
-    work = None
-    if splits > 1:
-        work = torch.empty(splits * total * call.heads * (out.shape[3] + 2), dtype=torch.float32, device=out.device)
-    elif t.cu_seqlens_q is not None:
+    if t.cu_seqlens_q is not None:
         out.zero_()
         lse.fill_(float("-inf"))
-    small = vectors(t)
+        if t.batch == 0:
+            return
+    small, read = vectors(t), captured(t)
     with on_device(out.device):
-        run(
-            attention_cached, call.programs * splits, t.q, t.k_cache, t.v_cache, out, lse, work, *small, *call.strides,
-            call.kv_heads, call.group, call.size_q, total, call.row_tiles, splits, r.appended, call.capacity, *call.numbers,
-            *captured(t), **call.constants,
-        )  # fmt: skip
-        if work is not None:
+        for call in calls:
+            work = None
+            if call.splits > 1:
+                work = torch.empty(call.splits * call.slots * call.rows * (out.shape[3] + 2), dtype=torch.float32, device=out.device)
             run(
-                merge_parts, total * call.heads, work, out, lse, t.cu_seqlens_q, call.heads, call.size_q, total, splits, call.batch,
-                call.unit, call.unit_exact, BLOCK_S=MERGED_AT_ONCE, num_warps=4, **call.shared_constants,
+                attention_cached, call.slots * call.splits, t.q, t.k_cache, t.v_cache, out, lse, work, *small, *call.strides,
+                *call.rows_and_heads, call.splits, r.appended, call.capacity, *call.numbers, *read, **call.constants,
             )  # fmt: skip
+            if work is not None:
+                run(
+                    merge_parts, call.slots * call.rows, work, out, lse, t.cu_seqlens_q, *call.rows_and_heads, call.splits, call.unit,
+                    call.unit_exact, BLOCK_S=MERGED_AT_ONCE, num_warps=4, **call.shared_constants,
+                )  # fmt: skip

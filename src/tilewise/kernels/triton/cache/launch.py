@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ....kvcache.call import CacheOperands, CacheRules
 
 _HERE: AbstractContextManager[Any] = nullcontext()
+ANY_ROWS = (1 << 31) - 1
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -49,6 +50,7 @@ class Signature(NamedTuple):
     mask: tuple[tuple[int, ...], tuple[int, ...]] | None
     table: tuple[tuple[int, ...], tuple[int, ...]] | None
     items: int
+    packed: bool
     slopes: int  # rows of each of these tensors, 0: there is none
     k_scales: int
     v_scales: int
@@ -73,6 +75,7 @@ def signature(t: CacheOperands, r: CacheRules) -> Signature:
         None if t.mask is None else laid_out(t.mask),
         None if t.page_table is None else laid_out(t.page_table),
         t.batch,
+        t.cu_seqlens_q is not None,
         0 if t.alibi_slopes is None else len(t.alibi_slopes),
         0 if t.k_descale is None else len(t.k_descale),
         0 if t.v_descale is None else len(t.v_descale),
@@ -88,22 +91,32 @@ def laid_out(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def planned(s: Signature) -> CacheLaunch | None:
-    """The choices for a signature, None where no tile fits the device. Kept, since making them takes longer than a launch."""
-    config = config_of(s, target_of(s.device))
-    return None if config is None else CacheLaunch(s, config)
+def planned(s: Signature) -> tuple[CacheLaunch, ...] | None:
+    """The launches of a call, None where no tile fits the device. Kept, since choosing takes longer than launching.
+
+    Packed items are as different as one token and a long prompt, and how long each is only the device knows: one launch has those that
+    fit a low tile, which decoding wants, a second one the others.
+    """
+    target, group = target_of(s.device), s.q[0][2] // s.k[0][2]
+    if not s.packed:
+        config = config_of(s, s.q[0][1] * group, target)
+        return None if config is None else (CacheLaunch(s, config, 0, ANY_ROWS),)
+    low, high = config_of(s, group, target), config_of(s, s.q[0][1] * group, target)
+    if low is None or high is None:
+        return None
+    return CacheLaunch(s, low, 0, low.block_m), CacheLaunch(s, high, low.block_m, ANY_ROWS)
 
 
-def config_of(s: Signature, target: Target) -> Config | None:
-    """The tiles of a call on a device, None where none fit."""
-    (_, _, heads, dim), kv_heads = s.q[0], s.k[0][2]
+def config_of(s: Signature, rows: int, target: Target) -> Config | None:
+    """The tiles for so many rows on a device, None where none fit."""
+    dim = s.q[0][3]
     main, rest = configs.column_blocks(dim)
     return configs.choose(
         architecture(target),
         shared_limit(target),
         8 * s.dtype.itemsize,
         8 * s.cache_dtype.itemsize,
-        max(1, s.rules.max_seqlen_q * (heads // kv_heads)),
+        max(1, rows),
         main + rest,
         padded(s.v[0][3]),
         values_in_keys(s, main),
@@ -118,11 +131,12 @@ def values_in_keys(s: Signature, main: int) -> bool:
 
 
 class CacheLaunch:
-    """The choices of all reading calls of one signature, and the arguments that follow from it."""
+    """One launch of all reading calls of a signature, and the arguments that follow from it. Of packed items it serves those that have
+    more than `least_rows` and at most `most_rows` rows (queries times the heads of a group)."""
 
-    def __init__(self, s: Signature, config: Config) -> None:
+    def __init__(self, s: Signature, config: Config, least_rows: int, most_rows: int) -> None:
         r = s.rules
-        self.config, self.batch = config, s.items
+        self.config = config
         _, _, self.heads, dim = s.q[0]
         pages, slots, self.kv_heads, dim_v = s.v[0]
         self.group = self.heads // self.kv_heads
@@ -136,10 +150,16 @@ class CacheLaunch:
         step = 16 // min(s.dtype.itemsize, s.cache_dtype.itemsize)
         self.align = step if s.at_16_bytes and all(rows_aligned(*x, step) for x in (s.q, s.k, s.v)) else 1
 
-        self.size_q = r.max_seqlen_q
+        self.size_q = s.q[0][1]
         self.capacity = slots * (1 if s.table is None else s.table[0][1])
-        self.row_tiles = -(-self.size_q * self.group // config.block_m)
-        self.programs = self.batch * self.kv_heads * self.row_tiles
+        search = s.packed and least_rows > 0  # tiles of all items in one line
+        rows, total = self.size_q * self.group, s.q[0][0] * s.q[0][1]
+        row_tiles = total * self.group // config.block_m + s.items if search else 1 if s.packed else -(-rows // config.block_m)
+        self.slots = row_tiles * self.kv_heads * (1 if search else s.items)
+        self.rows = config.block_m if s.packed else min(rows, config.block_m)
+        self.rows_and_heads = (
+            self.kv_heads, self.group, self.size_q, total, s.items, row_tiles, self.slots, self.rows, least_rows, most_rows,
+        )  # fmt: skip
         self.least = max(1, configs.LEAST_KEYS // config.block_n)
         part, self.splits = self._splits(r, s.device)
 
@@ -154,12 +174,18 @@ class CacheLaunch:
             pages, s.rotary[0], r.softmax_scale, self.unit, self.unit_exact, r.softcap if r.softcap > 0.0 else None, self.window_left,
             self.window_right,
         )  # fmt: skip
-        self.shared_constants = {"DV": dim_v, "BLOCK_DV": padded(dim_v), "NATURAL": natural, "enable_fp_fusion": True}
+        self.shared_constants = {
+            "DV": dim_v,
+            "BLOCK_DV": padded(dim_v),
+            "BLOCK_M": config.block_m,
+            "SEARCH": search,
+            "NATURAL": natural,
+            "enable_fp_fusion": True,
+        }
         self.constants = {
             "D": dim,
             "MAIN": main,
             "REST": rest,
-            "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PART": part,
             "LEAST": self.least,
@@ -185,7 +211,7 @@ class CacheLaunch:
         """The mask function as the kernel runs it. Positions go from before the first key, where queries outnumber keys, to the last."""
         if not s.rules.mask_mod:
             return ""
-        indices = sizes(self.batch, self.heads, max(self.size_q, s.rules.appended), self.capacity, ragged=True)
+        indices = sizes(s.items, self.heads, max(self.size_q, s.rules.appended), self.capacity, ragged=True)
         return forward_text(s.rules.mask_mod, s.captured, indices)
 
     def _splits(self, r: CacheRules, device: torch.device) -> tuple[int, int]:
@@ -200,7 +226,7 @@ class CacheLaunch:
             part = max(1, configs.INVARIANT_KEYS // n)
             return part, -(-key_tiles // part) + (keys < self.capacity)  # a window may begin inside a part
         slots = multiprocessors(device) * self.config.per_multiprocessor
-        return 0, configs.choose_splits(self.programs, key_tiles, self.least, slots)
+        return 0, configs.choose_splits(self.slots, key_tiles, self.least, slots)
 
 
 def vectors(t: CacheOperands) -> tuple[Tensor | None, ...]:

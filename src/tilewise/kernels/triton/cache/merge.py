@@ -6,34 +6,45 @@ import triton
 import triton.language as tl
 
 from ..tiles import LOG2E, NEG_INF, log_sum_exp
+from .tiles import item_and_row, queries_of
 
 MERGED_AT_ONCE = 16
 
 
-@triton.jit(do_not_specialize=["heads", "size_q", "total", "splits", "items"])
+RUNTIME = ["kv_heads", "group", "size_q", "total", "items", "row_tiles", "slots", "rows", "least_rows", "most_rows", "splits"]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
 def merge_parts(
-    work_ptr, out_ptr, lse_ptr, offsets_ptr, heads, size_q, total, splits, items, unit, unit_exact,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, NATURAL: tl.constexpr,
+    work_ptr, out_ptr, lse_ptr, offsets_ptr, kv_heads, group, size_q, total, items, row_tiles, slots, rows, least_rows, most_rows, splits,
+    unit, unit_exact,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, SEARCH: tl.constexpr, BLOCK_S: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """out = sum_s e^(m_s - m) acc_s / l with l = sum_s e^(m_s - m) l_s and m = max_s m_s (Milakov & Gimelshein 2018, section 3.1).
 
     Parts are added BLOCK_S at a time in their own order: the sum does not depend on how many empty ones follow. An empty part has l = 0,
     and its accumulator was never written.
     """
+    slot, r = tl.program_id(0) // rows, tl.program_id(0) % rows
+    hk, tile, b = slot % kv_heads, slot // kv_heads % row_tiles, slot // kv_heads // row_tiles
+    b, m0 = item_and_row(offsets_ptr, b, tile, items, group, BLOCK_M, SEARCH)
+    first, count = queries_of(offsets_ptr, b, size_q, group, least_rows, most_rows)
+    token, h, heads = (m0 + r) // group, hk * group + (m0 + r) % group, kv_heads * group
+    parts = tl.where(token < count, splits, 0)  # where there is no query, no part has written
+    all_rows = slots.to(tl.int64) * rows
     row = tl.program_id(0).to(tl.int64)
-    all_rows = total.to(tl.int64) * heads
     states = work_ptr + splits * all_rows * DV + row
     offs_d = tl.arange(0, BLOCK_DV)
 
     m = tl.full([], NEG_INF, tl.float32)
-    for s0 in tl.range(0, splits, BLOCK_S):
+    for s0 in tl.range(0, parts, BLOCK_S):
         offs_s = s0 + tl.arange(0, BLOCK_S)
         m = tl.maximum(m, tl.max(tl.load(states + offs_s * all_rows, mask=offs_s < splits, other=NEG_INF), 0))
     origin = tl.where(m == NEG_INF, 0.0, m)
 
     l = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    for s0 in tl.range(0, splits, BLOCK_S):
+    for s0 in tl.range(0, parts, BLOCK_S):
         offs_s = s0 + tl.arange(0, BLOCK_S)
         there = offs_s < splits
         m_s = tl.load(states + offs_s * all_rows, mask=there, other=NEG_INF)
@@ -45,14 +56,10 @@ def merge_parts(
         l += tl.sum(weight * l_s, 0)
         acc += tl.sum(part * weight[:, None], 0)
 
-    token, h = row // heads, row % heads
-    lse = log_sum_exp(m, l, (unit, unit_exact), NATURAL)
-    out = acc / tl.where(l == 0.0, 1.0, l)
+    out_row = (first + token) * heads + h
+    lse_row = h.to(tl.int64) * total + first + token
     if offsets_ptr is None:
-        lse_row = (token // size_q * heads + h) * size_q + token % size_q
-    else:
-        lse_row = h * total.to(tl.int64) + token
-        owned = (token >= tl.load(offsets_ptr)) & (token < tl.load(offsets_ptr + items))
-        lse, out = tl.where(owned, lse, NEG_INF), tl.where(owned, out, 0.0)
-    tl.store(out_ptr + row * DV + offs_d, out, mask=offs_d < DV)
-    tl.store(lse_ptr + lse_row, lse)
+        lse_row = (b * heads + h).to(tl.int64) * size_q + token
+    if token < count:
+        tl.store(out_ptr + out_row * DV + offs_d, acc / tl.where(l == 0.0, 1.0, l), mask=offs_d < DV)
+        tl.store(lse_ptr + lse_row, log_sum_exp(m, l, (unit, unit_exact), NATURAL))

@@ -13,6 +13,44 @@ def clamped(x, size):
     return tl.minimum(tl.maximum(x, 0), size - 1)
 
 
+# ---- which queries a program has
+
+
+@triton.jit
+def first_slot(offsets_ptr, b, group, BLOCK_M: tl.constexpr):
+    """Where the row tiles of item b begin among those of all packed items: early enough for every one before it to have a tile begun."""
+    return tl.load(offsets_ptr + b) * group // BLOCK_M + b
+
+
+@triton.jit
+def item_and_row(offsets_ptr, b, tile, items, group, BLOCK_M: tl.constexpr, SEARCH: tl.constexpr):
+    """The item of a row tile and the tile's first row in it. SEARCH: the tiles of all items stand in one line, and halving finds whose
+    this one is; a tile past its item's rows has nothing to do."""
+    m0 = tile * BLOCK_M
+    if SEARCH:
+        b, count = tile * 0, items
+        while count > 1:
+            half = count // 2
+            later = first_slot(offsets_ptr, b + half, group, BLOCK_M) <= tile
+            b, count = tl.where(later, b + half, b), tl.where(later, count - half, half)
+        m0 = (tile - first_slot(offsets_ptr, b, group, BLOCK_M)) * BLOCK_M
+    return b, m0
+
+
+@triton.jit
+def queries_of(offsets_ptr, b, size_q, group, least_rows, most_rows):
+    """The first query of item b and how many there are: none where a launch for tiles of another height has them."""
+    first, count = b.to(tl.int64) * size_q, size_q
+    if offsets_ptr is not None:
+        begin = tl.load(offsets_ptr + b)
+        length = tl.load(offsets_ptr + b + 1) - begin
+        first, count = begin.to(tl.int64), tl.where((length * group > least_rows) & (length * group <= most_rows), length, 0)
+    return first, count
+
+
+# ---- memory
+
+
 @triton.jit
 def columns(FIRST: tl.constexpr, COLS: tl.constexpr, dim_stride):
     offs_d = FIRST + tl.arange(0, COLS)

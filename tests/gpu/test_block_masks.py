@@ -1,0 +1,161 @@
+"""Block masks on the device: built there without N x N memory and without waiting, equal to those built on the host, and right in use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import BlockMask, attention, masks, reference, tile_cache
+from tilewise.compat.flex import create_block_mask
+
+from ..test_block_mask import per_head, rules_for
+from .common import qkv
+
+
+def causal_far(b, h, q, k):
+    return (q >= k) & ((q - k < 1024) | (k % 4096 < 64))
+
+
+@pytest.mark.parametrize("block_size", [16, (32, 64), 128], ids=str)
+def test_lists_built_on_the_device_equal_those_of_the_host(block_size):
+    torch.manual_seed(0)
+    for name, rule in rules_for(300, 410).items():
+        host = BlockMask(rule, 300, 410, batch=2, heads=3, block_size=block_size)
+        device = BlockMask(rule.to("cuda"), 300, 410, batch=2, heads=3, block_size=block_size, device="cuda")
+        assert torch.equal(device.status().cpu(), host.status()), name
+        device.verify()
+
+
+@pytest.mark.parametrize("rule", ["window", "causal", "packed causal", "function"])
+def test_a_mask_over_262144_tokens(rule):
+    """Building, keeping and using it take O(tiles) memory: a bool matrix of these pairs would be 64 GiB, one of bits 8 GiB."""
+    n = 262_144
+    bounds = torch.arange(0, n + 1, 8192, device="cuda")
+    made = {
+        "window": lambda: masks.SlidingWindow(1023, 0),
+        "causal": masks.Causal,
+        "packed causal": lambda: masks.Document.from_cu_seqlens(bounds, n) & masks.Causal(),
+        "function": lambda: masks.Custom(causal_far),
+    }[rule]()
+    tile_cache.clear()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    mask = BlockMask(made, n, device="cuda")
+    torch.cuda.synchronize()
+    tiles = (n // 128) ** 2
+    assert torch.cuda.memory_allocated() - before <= (1 << 20 if rule == "window" else 24 * tiles)
+    assert torch.cuda.max_memory_allocated() - before <= (8 << 20 if rule == "window" else 100 * tiles)
+    counts = mask.counts()
+    assert counts["partial"] and sum(counts.values()) == tiles
+
+    if rule in ("window", "packed causal"):
+        q, k, v = (torch.randn(1, n, 1, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        out = attention(q, k, v, mask=mask)
+        out.sum().backward()
+        rows = slice(n - 300, n)
+        keys = slice(n - 8192, n)
+        part = [x.detach()[:, s] for x, s in ((q, rows), (k, keys), (v, keys))]
+        options = {"window_size": (1023, 0)} if rule == "window" else {"causal": True}
+        expected, _ = reference.attention(*part, **options)
+        torch.testing.assert_close(out[:, rows].double(), expected, rtol=2e-2, atol=2e-2)
+        assert torch.cuda.max_memory_allocated() < 8 << 30
+
+
+def test_nothing_waits_for_the_device():
+    """No value is read by the host while a mask is built, from boundaries as from functions, and while it is used."""
+    bounds = torch.tensor([0, 300, 900, 1024], device="cuda")
+    ids = torch.arange(1024, device="cuda") // 100
+    inputs = qkv(1, 1024, 1024, heads=2, kv_heads=2)
+    bits = torch.rand(1, 1, 8, 8, device="cuda") < 0.5
+
+    def everything():
+        tile_cache.clear()
+        rules = (
+            masks.Document.from_cu_seqlens(bounds, 1024) & masks.Causal(),
+            masks.SlidingWindow(255, 0),
+            masks.Custom(lambda b, h, q, k: ids[q] == ids[k]),
+            masks.Blocks(bits, 128) & masks.Causal(),
+            masks.FirstKeys(4) | masks.SlidingWindow(99, 0),
+        )
+        for rule in rules:
+            attention(**inputs, mask=BlockMask(rule, 1024, device="cuda"))
+
+    everything()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_cached_mask_follows_writes_and_streams():
+    ids = torch.arange(512, device="cuda")[None] // 100
+    first = BlockMask(masks.Document(ids), 512)
+    assert BlockMask(masks.Document(ids), 512).lists is first.lists
+    ids += torch.arange(512, device="cuda") // 256
+    assert BlockMask(masks.Document(ids), 512).lists is not first.lists
+    with torch.cuda.stream(torch.cuda.Stream()):
+        again = BlockMask(masks.Document(ids), 512)
+        assert again.lists is not first.lists
+        again.verify()
+
+
+def test_a_mask_is_built_quickly():
+    """A window over 96k tokens within a millisecond, a function over 32k pairs squared within a few (median of 20, host and device)."""
+    for make, limit in (
+        (lambda: BlockMask(masks.SlidingWindow(1023, 0), 98_304, device="cuda"), 1.0),
+        (lambda: create_block_mask(causal_far, None, None, 32_768, 32_768, device="cuda"), 5.0),
+    ):
+        make()
+        times = []
+        for _ in range(20):
+            tile_cache.clear()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            make()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        assert sorted(times)[10] <= limit, times
+
+
+@pytest.mark.parametrize("name", ["per head", "blocks 16", "blocks 32 causal", "sink and window", "packed causal", "dense", "nothing"])
+def test_attention_with_lists_equals_attention_without(name):
+    """The lists change no result: the same call with the rule alone, and against the specification."""
+    torch.manual_seed(1)
+    rule = rules_for(300, 410)[name].to("cuda")
+    inputs = {key: x.requires_grad_() for key, x in qkv(2, 300, 410, heads=3, kv_heads=1).items()}
+    mask = BlockMask(rule, 300, 410, batch=2, heads=3, block_size=16 if "16" in name else 32, device="cuda")
+    out = attention(**inputs, mask=mask)
+    plain = attention(**inputs, mask=rule)
+    exact, _ = reference.attention(**{key: x.detach() for key, x in inputs.items()}, mask=rule)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    dout = torch.randn_like(out)
+    leaves = list(inputs.values())
+    for ours, theirs in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(plain, leaves, dout), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_a_mask_built_while_a_graph_is_captured_is_not_kept():
+    inputs = qkv(1, 512, 512, heads=2, kv_heads=2)
+    ids = torch.arange(512, device="cuda")[None] // 100
+
+    def step():
+        return attention(**inputs, mask=BlockMask(masks.Document(ids) & masks.Custom(per_head), 512, heads=2))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    tile_cache.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    ids += torch.arange(512, device="cuda") // 300
+    graph.replay()
+    torch.testing.assert_close(out, step())

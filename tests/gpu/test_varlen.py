@@ -1,0 +1,179 @@
+"""Packed sequences on a GPU: against the specification, without waiting for the device, and captured in a graph."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import attention, attention_varlen, packing
+
+from ..packed import CASES, I32, build, check, offsets
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_feature_and_gradient(name: str, dtype: str) -> None:
+    check(build(name, DTYPES[dtype], "cuda"), "triton")
+
+
+@pytest.mark.parametrize("name", ["causal", "bias_shared", "alibi_of_sequences", "mask_function"])
+def test_the_tiled_path_finds_sequences_on_the_device(name: str) -> None:
+    arguments = build(name, torch.float64, "cuda")
+    outs = [attention_varlen(**arguments, backend=backend, return_aux="key_mass") for backend in ("tiled", "reference")]
+    for got, expected in zip((outs[0][0], outs[0][1].key_mass), (outs[1][0], outs[1][1].key_mass), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+
+
+def packed(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 64, spare: int = 0) -> tuple[list[Tensor], Tensor]:
+    total = sum(lengths) + spare
+    shapes = [(total, heads, head_dim), (total, kv_heads, head_dim), (total, kv_heads, head_dim)]
+    return [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes], offsets(*lengths, device="cuda")
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: Any) -> Tensor:
+    parts, start = [], 0
+    for n in lengths:
+        rows = slice(start, start + n)
+        parts.append(attention(q[None, rows], k[None, rows], v[None, rows], backend="triton", **options)[0])
+        start += n
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 20)}], ids=str)
+def test_packing_equals_single_sequences(options: dict[str, Any], head_dim: int) -> None:
+    """Long enough for many tiles of the real tables, with sequences of every relation to a tile."""
+    lengths = [1, 127, 128, 129, 0, 1000, 63, 2048, 5]
+    leaves, cu = packed(lengths, head_dim=head_dim)
+    dout = torch.randn(leaves[0].shape, device="cuda").bfloat16()
+    outs = attention_varlen(*leaves, cu, cu, **options, backend="triton"), alone(*leaves, lengths, **options)
+    torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+    for a, b in zip(*(torch.autograd.grad(out, leaves, dout) for out in outs), strict=True):
+        torch.testing.assert_close(a, b, rtol=4e-2, atol=4e-2)
+
+
+def test_neighbours_stay_apart() -> None:
+    """NaN that one sequence sees, and NaN in rows of no sequence, leave all other bits as they are."""
+    lengths = [100, 70, 130]
+    leaves, cu = packed(lengths, spare=40)
+    dirty = [x.detach().clone() for x in leaves]
+    for x in dirty:
+        x[100:170], x[300:] = float("nan"), float("nan")
+    results = []
+    for given in (leaves, [x.requires_grad_() for x in dirty]):
+        out = attention_varlen(*given, cu, cu, causal=True, backend="triton")
+        results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got[:100], expected[:100]) and torch.equal(got[170:300], expected[170:300])
+        assert (got[300:] == 0).all() and (expected[300:] == 0).all()
+
+
+@pytest.mark.parametrize("bound", [None, 512])
+def test_nothing_waits_for_the_device(bound: int | None) -> None:
+    leaves, cu = packed([100, 412, 3])
+    attention_varlen(*leaves, cu, cu, bound, bound, causal=True).sum().backward()
+    torch.cuda.synchronize()
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            attention_varlen(*leaves, cu, cu, bound, bound, causal=True).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str)
+def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any]) -> None:
+    """B142: forward and backward are captured once; the offsets in the same tensor decide what a replay computes."""
+    (q, k, v), cu = packed([256, 256, 0, 0])
+    dout = torch.randn_like(q)
+
+    def step() -> list[Tensor]:
+        out = attention_varlen(q, k, v, cu, cu, **options, backend="triton")
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([3, 500, 0, 9], [512, 0, 0, 0], [0, 0, 0, 1], [128, 128, 128, 128]):
+        cu.copy_(offsets(*lengths, device="cuda"))
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("cu", [[0, 500, 3, 300], [-7, 30, 9999, 2], [9, 9, 1, 0]], ids=str)
+def test_offsets_that_make_no_sense_stay_inside(cu: list[int]) -> None:
+    (q, k, v), _ = packed([300])
+    given = torch.tensor(cu, dtype=I32, device="cuda")
+    counted = given.long().clamp(0, 300).cummax(0).values.int()
+    leaves = (q, k, v)
+    outs = [attention_varlen(*leaves, bounds, bounds, causal=True, backend="triton") for bounds in (given, counted)]
+    assert torch.equal(*outs)
+    for a, b in zip(*(torch.autograd.grad(out, leaves, torch.ones_like(out)) for out in outs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_ten_thousand_sequences_and_a_long_one() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(0, 8) for _ in range(10_000)]
+    lengths[5_000] = 4_096
+    leaves, cu = packed(lengths, head_dim=32)
+    out = attention_varlen(*leaves, cu, cu, causal=True, backend="triton")
+    start = sum(lengths[:5_000])
+    rows = slice(start, start + 4_096)
+    expected = attention(*(x[None, rows] for x in leaves), causal=True, backend="triton")[0]
+    torch.testing.assert_close(out[rows], expected, rtol=2e-2, atol=2e-2)
+    first = [next(i for i in range(10_000) if lengths[i] >= 2)]
+    begin = sum(lengths[: first[0]])
+    torch.testing.assert_close(out[begin], leaves[2][begin].repeat_interleave(2, 0))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+
+def test_the_same_bits_on_every_run() -> None:
+    """B121: packed and separate."""
+    arguments = build("bias_shared", torch.bfloat16, "cuda")
+    leaves = {name: arguments[name].requires_grad_() for name in ("q", "k", "v", "bias", "learnable_sink")}
+
+    def run() -> list[Tensor]:
+        out = attention_varlen(**arguments, backend="triton", deterministic=True)
+        return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
+
+    first = run()
+    for _ in range(30):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+def test_unpadding_into_a_given_room_does_not_wait() -> None:
+    x, mask = (
+        torch.randn(2, 50, 4, 64, device="cuda").bfloat16(),
+        torch.arange(50, device="cuda") < torch.tensor([[50], [20]], device="cuda"),
+    )
+    packing.unpad(x, mask, 80)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        p = packing.unpad(x, mask, 80)
+        out = attention_varlen(p.values, p.values, p.values, p.cu_seqlens, p.cu_seqlens, causal=True)
+        padded = packing.pad(out, p.indices, 2, 50)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (padded[1, 20:] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[3, 40, 7]])
+def test_nested_tensors(lengths: list[int]) -> None:
+    (q, k, v), cu = packed(lengths)
+    bounds = cu.long()
+    out = attention(*(torch.nested.nested_tensor_from_jagged(x, bounds) for x in (q, k, v)), causal=True)
+    assert torch.equal(out.values(), attention_varlen(q, k, v, cu, cu, causal=True))
