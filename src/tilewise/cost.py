@@ -142,6 +142,20 @@ def flops(problem: Problem, pass_: str = "fwd") -> int:
     return _by_pass(pass_, forward, backward)
 
 
+def tangent_flops(problem: Problem, pass_: str = "fwd") -> int:
+    """Operations of the tangent of a pass, everything moving: S and the products of its tangent, then those of each result's.
+
+    Forward: tq k^T + q tk^T, tP V + P tV. Backward: those and dO V^T, tdO V^T + dO tV^T, and two products for each of tdQ, tdK, tdV.
+
+    >>> tangent_flops(Problem(batch=1, heads=1, seqlen_q=2, seqlen_k=3, head_dim=4))
+    240
+    """
+    pairs = problem.batch * problem.heads * visible_pairs(problem)
+    forward = 2 * pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
+    backward = 2 * pairs * (7 * problem.head_dim + 5 * problem.head_dim_v)
+    return _by_pass(pass_, forward, backward)
+
+
 def attention_flops(pass_: str, **shape: int) -> int:
     """`flops` of the problem with these fields: the formula that torch's FLOP counter uses.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import derivatives, reference
 from .api import Aux, Prepared, as_the_op, prepare, returned
 from .checks import Packing, typed
 from .errors import UnsupportedAttention
@@ -129,7 +129,7 @@ def attention_varlen(
     if backend == "reference":
         result = as_the_op(reference.attention_varlen_full, prepared.reference_arguments, out_dtype)
     else:
-        result = tuple(x if x is None or x.ndim == 1 else x[0] for x in ops.attention_forward(**prepared.op_arguments))
+        result = tuple(x if x is None or x.ndim == 1 else x[0] for x in derivatives.attention_forward(**prepared.op_arguments))
     return returned(prepared, result)
 
 
