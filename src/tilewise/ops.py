@@ -186,9 +186,12 @@ def _backward(*flat: Any) -> list[Tensor]:
     t, r = operands(args), rules(args, args["allow_tf32"])
     accumulate = accumulator_dtype(t.q.dtype)
     results = _backward_fake(*flat)
-    # Kernels reduce the parameters' gradients in the accumulator dtype, whatever the parameter's own is.
+    # Kernels reduce the parameters' gradients in the accumulator dtype, whatever the parameter's own is. A bias of full size has nothing to
+    # reduce: each element is written once.
+    full = t.q.shape[:3].numel() * t.k.shape[2] if t.cu_seqlens_q is None else -1
     buffers = [
-        x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(_gradient_sources(args), results, strict=True)
+        x if name in ("q", "k", "v") or (name == "bias" and x.numel() == full) else _like(x, accumulate)
+        for (name, _), x in zip(_gradient_sources(args), results, strict=True)
     ]
     queue = iter(buffers)
     by_name = {name: next(queue) if needed else None for name, needed in zip(DIFFERENTIABLE, needs, strict=False)}
