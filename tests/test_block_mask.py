@@ -366,7 +366,7 @@ def test_transforms_and_opcheck() -> None:
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = prepare(*(x[0].requires_grad_() for x in (q, k, v)), mask=own).op_arguments
     torch.library.opcheck(
-        torch.ops.tilewise.attention_forward.default, tuple(arguments[name] for name in ops._FORWARD_ARGS), test_utils=utils
+        torch.ops.tilewise.attention_forward.default, tuple(arguments[name] for name in ops.FORWARD_ARGS), test_utils=utils
     )
     text, captured = Custom(per_head).program(64, 64)
     unknown = torch.full((1, 2, 4, 4), tile_status.UNKNOWN, dtype=torch.uint8)

@@ -104,7 +104,7 @@ PROGRAM_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
     ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(32, 32, 8, 1, True), 256: Config(32, 32, 8, 1, True)},
 }
-HEAVIEST = {FORWARD: Config(32, 32, 8, 2), DKDV: Config(16, 32, 8, 1), DQ: Config(32, 32, 8, 1)}
+HEAVIEST = {FORWARD: Config(32, 32, 8, 2), DKDV: Config(32, 32, 8, 1), DQ: Config(32, 32, 8, 1)}
 # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
 TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DKDV, DQ, DBIAS)}
 # A bias that heads share is rare enough for one row: small tiles, which fit everywhere and leave room for a whole head dim of four inputs.
