@@ -137,10 +137,7 @@ def expected(case: BackwardCase, call, cot: Cotangents, low: bool) -> dict[str, 
     p = torch.exp(s - lse[..., None]).masked_fill(hidden, 0.0)
     out = (p.to(v.dtype) @ v).to(state)
     loss = (out * torch.where(seen_q, cot.dout, 0).to(state)).sum()
-    if t.sink is not None:
-        in_use = ~call.hidden_q[:, None]
-    else:
-        in_use = seen_q[..., 0]
+    in_use = ~call.hidden_q[:, None] if t.sink is not None else seen_q[..., 0]
     if cot.dlse is not None:
         loss = loss + (torch.where(in_use, lse, 0.0) * cot.dlse.to(state)).sum()
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -281,12 +278,7 @@ def run_checks(names: list[str], limit: float, jobs: int) -> list[str]:
 
 def tried_tiles() -> dict[str, tuple[int, object]]:
     """Tiles to time: name -> (head dim, tile); the shipped ones first."""
-    return {
-        "128": (128, TILES["128"]),
-        "64": (64, TILES["64"]),
-        "256": (256, TILES["256"]),
-        "256 early": (256, replace(TILES["256"], early_dv=True)),
-    }
+    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"])}
 
 
 def time_grid(a: argparse.Namespace) -> int:
@@ -299,7 +291,8 @@ def time_grid(a: argparse.Namespace) -> int:
     built: dict[tuple, backward_launch.BackwardProgram] = {}
     ratios = []
     for dim in (int(x) for x in a.dims.split(",")):
-        tiles = {name: tile for name, (d, tile) in tried_tiles().items() if d == dim and (not a.tiles or name in a.tiles.split(","))}
+        chosen = a.tiles.split(",") if a.tiles else list(tried_tiles())
+        tiles = {name: tile for name, (d, tile) in tried_tiles().items() if d == dim and name in chosen}
         for seqlen in (int(x) for x in a.seqs.split(",")):
             for causal in (False, True):
                 if a.budget - (time.time() - start) < 5:
@@ -339,7 +332,7 @@ def time_grid(a: argparse.Namespace) -> int:
                 for name, tile in tiles.items():
                     candidates[name] = lambda tile=tile: ours(tile, False)
                 first = next(iter(tiles.values()))
-                candidates["ordered"] = lambda: ours(first, True)
+                candidates["ordered"] = lambda first=first: ours(first, True)
                 # What the two small kernels take: all of it but the large one.
                 candidates["rows only"] = lambda: ours(None, False)
                 if a.portable:

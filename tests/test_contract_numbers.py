@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 import tilewise
@@ -206,51 +205,8 @@ def test_max_logits_raises_in_backward(backend: str) -> None:
     (out.sum() + aux.lse.sum()).backward()
 
 
-ARGUMENTS = ("q", "k", "v", "bias", "alibi_slopes", "learnable_sink")
-
-
-def dual_arguments() -> dict[str, Tensor]:
-    q, k, v = (x.detach() for x in qkv())
-    bias, slopes, sink = torch.randn(5, 7).double(), torch.rand(2).double(), torch.randn(2).double()
-    return dict(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, learnable_sink=sink)
-
-
-@pytest.mark.parametrize("backend", ["tiled", "auto"])
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_forward_mode_dual_raises(backend: str, name: str) -> None:
-    arguments = dual_arguments()
-    with forward_ad.dual_level():
-        arguments[name] = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
-        with pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
-            attention(**arguments, backend=backend)
-    arguments = dual_arguments()
-    with forward_ad.dual_level():
-        attention(**arguments, backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["tiled", "auto"])
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_func_jvp_raises(backend: str, name: str) -> None:
-    arguments = dual_arguments()
-    primal = arguments.pop(name)
-    with pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
-        torch.func.jvp(lambda x: attention(**{name: x}, **arguments, backend=backend), (primal,), (torch.ones_like(primal),))
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"forward-mode|jvp|forward AD"):
-        torch.func.jacfwd(lambda x: attention(**{name: x}, **arguments, backend=backend))(primal)
-
-
-def test_forward_mode_over_the_ops_themselves_is_no_silent_zero() -> None:
-    """torch.autograd.forward_ad over a captured tensor of a score function raises too."""
-    q, k, v = (x.detach() for x in qkv())
-    gate = torch.rand(2).double()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(gate, torch.ones_like(gate))
-        with pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
-            attention(q, k, v, score_mod=lambda s, b, h, i, j: s * dual[h], backend="tiled")
-
-
 def test_reference_backend_is_differentiable_forwards_and_twice() -> None:
-    """What the refusals recommend has to work."""
+    """What the refusal of a third derivative recommends has to work."""
     q, k, v = qkv(b=1, sq=2, sk=3, hq=1, hk=1, d=2)
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -258,19 +214,6 @@ def test_reference_backend_is_differentiable_forwards_and_twice() -> None:
 
     assert torch.autograd.gradcheck(f, (q, k, v), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, (q, k, v))
-
-
-@pytest.mark.parametrize("backend", ["tiled", "auto"])
-def test_double_backward_raises(backend: str) -> None:
-    q, k, v = qkv()
-    out, aux = attention(q, k, v, backend=backend, return_aux="lse")
-    (grad,) = torch.autograd.grad(out.square().sum() + aux.lse.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"second derivative|double backward|twice"):
-        grad.square().sum().backward()
-    # A gradient penalty that involves only v's gradient must not be a silent zero either.
-    (grad,) = torch.autograd.grad(attention(q, k, v, backend=backend).sum(), v, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"second derivative|double backward|twice"):
-        torch.autograd.grad(grad.square().sum(), q)
 
 
 # ------------------------------------------------------------------------------------------------------------------ 9. aux

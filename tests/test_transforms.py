@@ -275,22 +275,6 @@ def test_vjp_and_jacrev(backend: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@both_backends
-def test_second_derivatives_by_transforms_raise(backend: str) -> None:
-    """B106: grad of grad, hessian and jvp over it raise in words instead of giving zeros."""
-    x = double(batch=1, seqlen_q=2, seqlen_k=3, heads=1, head_dim=2)
-
-    def loss(q: Tensor) -> Tensor:
-        return attention(q, x["k"], x["v"], backend=backend).square().sum()
-
-    with pytest.raises(NotImplementedError, match=r"second derivative|double backward|twice"):
-        torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(x["q"])
-    with pytest.raises(NotImplementedError, match=r"second derivative|forward-mode|jvp"):
-        torch.func.hessian(loss)(x["q"])
-    with pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
-        torch.func.jvp(torch.func.grad(loss), (x["q"],), (torch.ones_like(x["q"]),))
-
-
 def test_per_sample_gradients_of_a_module() -> None:
     block = Block()
     inputs = torch.randn(2, 5, 32)

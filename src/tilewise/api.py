@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops, plan, reference
+from . import derivatives, ops, plan, reference
 from .block_mask import BlockMask, TileLists, lists_of_blocks
 from .checks import (
     Packing,
@@ -20,8 +20,8 @@ from .checks import (
     check_values_on_device,
     check_window,
     per_head,
+    refuse_a_seed_for_each_rank,
     refuse_descale,
-    refuse_forward_mode,
     sequence_lengths,
     typed,
 )
@@ -154,7 +154,7 @@ def attention(
     if backend == "reference":
         result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:
-        result = ops.attention_forward(**prepared.op_arguments)
+        result = derivatives.attention_forward(**prepared.op_arguments)
     return returned(prepared, result)
 
 
@@ -244,9 +244,9 @@ def prepare(
     seqused_k = sequence_lengths("seqused_k", seqused_k, sizes.seqlen_k, sizes)
     if check_values:
         check_values_on_device(seqused_q, seqused_k, sizes)
+    if dropout_p > 0 and dropout_seed is None:
+        refuse_a_seed_for_each_rank(q)
     seed = _seed(dropout_seed, dropout_p, q.device)
-    if backend != "reference":
-        refuse_forward_mode(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, learnable_sink=sink)
 
     mask_mod, score_text, captured, dense, lists = "", "", [], None, None
     if isinstance(mask, Tensor):
@@ -264,8 +264,6 @@ def prepare(
 
         score_text, score_captured = trace_score_mod(score_mod, q.device, first=len(captured))
         captured = captured + list(score_captured)
-    for index, tensor in enumerate(captured):
-        refuse_forward_mode(**{f"captured tensor {index} of a mask or score_mod": tensor})
 
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else typed("deterministic", deterministic, bool)
     operands = dict(

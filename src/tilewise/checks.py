@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .errors import UnsupportedAttention
@@ -173,13 +173,10 @@ def refuse_descale(**scales: Any) -> None:
             )
 
 
-def refuse_forward_mode(**tensors: Tensor | None) -> None:
-    """Dual inputs raise: an operator without a forward-mode rule would return a zero tangent without a word."""
-    if forward_ad._current_level < 0:
-        return
-    for name, x in tensors.items():
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{name} is a dual tensor, but tilewise.attention has no forward-mode derivative (jvp) yet; use reverse mode, or "
-                "backend='reference' inside torch.func.jvp"
-            )
+def refuse_a_seed_for_each_rank(q: Tensor) -> None:
+    """Every rank of a DTensor would draw its own seed, and what they computed would not fit together."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(q, distributed.DTensor):
+        raise UnsupportedAttention(
+            "dropout_seed is None, and q is a DTensor: every rank would draw another seed. Give the same dropout_seed on all ranks, an int"
+        )

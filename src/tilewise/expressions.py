@@ -22,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import UnsupportedAttention
 
-VARIABLES = {"score": "float", "grad": "float", "b": "int", "h": "int", "q_idx": "int", "kv_idx": "int", "p": "int"}
+VARIABLES = {
+    **dict.fromkeys(("score", "score_tangent", "grad", "grad_tangent"), "float"),
+    **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "p"), "int"),
+}
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _DTYPE = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
 

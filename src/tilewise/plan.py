@@ -103,6 +103,19 @@ class Gradients:
     dcaptured: list[Tensor | None] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Tangents:
+    """The direction of a forward-mode derivative: a tangent for each differentiable operand, None for one that stands still."""
+
+    tq: Tensor | None = None
+    tk: Tensor | None = None
+    tv: Tensor | None = None
+    tbias: Tensor | None = None
+    talibi_slopes: Tensor | None = None
+    tsink: Tensor | None = None
+    tcaptured: tuple[Tensor, ...] = ()  # one a captured tensor, or none at all
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, float32 for all others: the dtype of the softmax state, the LSE and every reduction."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -148,6 +161,7 @@ class Request:
     out_dtype: torch.dtype | None = None
     dlse: bool = False
     needs: frozenset[str] = frozenset()  # inputs whose gradient is asked for
+    tangent: bool = False  # the forward-mode derivative of the pass
 
 
 _PLAIN = Request()
@@ -164,6 +178,10 @@ class Plan:
         """The module whose `forward` and `backward` run the call; imported on first use."""
         return importlib.import_module(_MODULES[self.backend])
 
+    def tangent_kernels(self) -> ModuleType:
+        """The module whose `jvp` and `backward_jvp` run the tangent of a call."""
+        return importlib.import_module(_TANGENT_MODULES[self.backend])
+
 
 # In order of preference. "torch" is PyTorch's own fused CPU kernel; it is never named by a user.
 _MODULES = {
@@ -172,6 +190,7 @@ _MODULES = {
     "torch": "tilewise.kernels.torch_cpu",
     "tiled": "tilewise.kernels.tiled",
 }
+_TANGENT_MODULES = {"triton": "tilewise.kernels.triton.tangents", "tiled": "tilewise.kernels.tangents"}
 _BY_DEVICE = {"cuda": ("hopper", "triton", "tiled"), "xpu": ("triton", "tiled"), "cpu": ("torch", "tiled")}
 BACKENDS = ("auto", "reference", "tiled", "triton", "hopper")
 
@@ -180,7 +199,9 @@ def why_not(backend: str, t: Operands, r: Rules, request: Request, target: Targe
     """Why `backend` cannot serve a call, in words; None if it can. Reads no values, so meta tensors will do."""
     if backend == "tiled":
         return None
-    module = importlib.import_module(_MODULES[backend])
+    if request.tangent and backend not in _TANGENT_MODULES:
+        return "it has no forward-mode or second derivatives"
+    module = importlib.import_module((_TANGENT_MODULES if request.tangent else _MODULES)[backend])
     return module.why_not(t, r, request, target)
 
 
@@ -200,7 +221,8 @@ def select(
     """
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
-    if backend == "hopper" and request.backward and why_not(backend, t, r, request, target) is not None:
+    differentiates = request.backward or request.tangent
+    if backend == "hopper" and differentiates and why_not(backend, t, r, request, target) is not None:
         backend = "auto"  # the Hopper kernels differentiate less than they compute; the other gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..plan import Cotangents, Gradients, Operands, Outputs, Saved, accumulator_dtype
+from ..plan import Cotangents, Gradients, Operands, Outputs, Saved, Tangents, accumulator_dtype
 from .chunks import NEG_INF, Place
 
 
@@ -49,6 +49,8 @@ class Part(Protocol):
     def saved(self, saved: Saved) -> Saved: ...
 
     def cotangents(self, cot: Cotangents) -> Cotangents: ...
+
+    def tangents(self, u: Tangents) -> Tangents: ...
 
     def gradients(self, grads: Gradients) -> Gradients: ...
 
@@ -134,6 +136,17 @@ class Sequence:
         rows = {"dout": self.queries, "dlse": self.queries, "dkey_mass": self.keys, "dentropy": self.queries}
         return Cotangents(**{name: None if (x := getattr(cot, name)) is None else x[:, :, part] for name, part in rows.items()})
 
+    def tangents(self, u: Tangents) -> Tangents:
+        slopes = u.talibi_slopes
+        return replace(
+            u,
+            tq=None if u.tq is None else u.tq[:, :, self.queries],
+            tk=None if u.tk is None else u.tk[:, :, self.keys],
+            tv=None if u.tv is None else u.tv[:, :, self.keys],
+            tbias=matrix_part(u.tbias, *self.inside),
+            talibi_slopes=slopes if slopes is None or slopes.shape[0] == 1 else slopes[self.b],
+        )
+
     def gradients(self, grads: Gradients) -> Gradients:
         slopes = grads.dalibi_slopes
         return replace(
@@ -218,6 +231,17 @@ class Slot:
     def cotangents(self, cot: Cotangents) -> Cotangents:
         rows = {"dout": self.queries, "dlse": self.queries, "dkey_mass": self.keys, "dentropy": self.queries}
         return Cotangents(**{n: None if (x := getattr(cot, n)) is None else x.index_select(2, index) for n, index in rows.items()})
+
+    def tangents(self, u: Tangents) -> Tangents:
+        slopes = u.talibi_slopes
+        return replace(
+            u,
+            tq=None if u.tq is None else self.rows_of(u.tq),
+            tk=None if u.tk is None else u.tk.index_select(2, self.keys),
+            tv=None if u.tv is None else u.tv.index_select(2, self.keys),
+            tbias=self.gathered(u.tbias),
+            talibi_slopes=slopes if slopes is None or slopes.shape[0] == 1 else slopes[self.b],
+        )
 
     def gradients(self, grads: Gradients) -> Gradients:
         def zeros(x: Tensor | None, *shape: int) -> Tensor | None:

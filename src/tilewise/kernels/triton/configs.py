@@ -89,7 +89,7 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("gfx942", 32, DQ): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
 }
 HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
-    ("sm90", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
+    ("sm90", 16, FORWARD): {64: Config(64, 64, 4, 3, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
     ("sm90", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(32, 64, 8, 2, True), 256: Config(32, 64, 8, 1, True)},
     ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
     ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(64, 64, 8, 2, True), 256: Config(64, 32, 8, 2, True)},

@@ -1,0 +1,28 @@
+"""Triton kernels for tangents: that of the forward pass. The tangent of the backward pass runs on the tiled path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import why_not as why_no_pass
+
+if TYPE_CHECKING:
+    from ....plan import Operands, Outputs, Request, Rules, Saved, Tangents, Target
+
+
+def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:
+    """Why these kernels cannot serve a tangent, in words; None if they can. Reads shapes and dtypes only."""
+    reasons = {
+        "they have no tangent of the backward pass": request.backward,
+        "their tangents do not run score functions": bool(r.score_mod),
+        "their tangents do not run mask functions": bool(r.mask_mod),
+        "their tangents do not take packed sequences": t.cu_seqlens_q is not None,
+    }
+    return why_no_pass(t, r, request, target) or next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs) -> None:
+    """Fills the tangents of out and lse; see `kernels.tangents.jvp`."""
+    from .forward import jvp as run
+
+    run(t, r, u, saved, tangents)
