@@ -92,17 +92,18 @@ HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm90", 16, FORWARD): {64: Config(64, 64, 4, 3, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
     ("sm90", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(32, 64, 8, 2, True), 256: Config(32, 64, 8, 1, True)},
     ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
-    ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
+    ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(64, 64, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
     ("sm100", 16, DKDV): {64: Config(64, 64, 8, 2, True), 128: Config(32, 64, 8, 2, True), 256: Config(32, 64, 8, 1, True)},
     ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(64, 64, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
     ("sm80", 16, FORWARD): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
     ("sm80", 16, DKDV): {64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 1)},
     ("sm80", 16, DQ): {64: Config(64, 32, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 1)},
 }
-# Derivatives of programs read captured tensors again and scatter into their gradients.
+# Programs keep what they read of captured tensors; derivatives of programs also scatter into the gradients of these.
 PROGRAM_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
-    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(32, 32, 8, 1, True), 256: Config(32, 32, 8, 1, True)},
+    ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
+    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
 }
 HEAVIEST = {FORWARD: Config(32, 32, 8, 2), DKDV: Config(32, 32, 8, 1), DQ: Config(32, 32, 8, 1)}
 # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
