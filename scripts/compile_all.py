@@ -136,7 +136,8 @@ def config_of(case: Case, configs):
 
 def estimated_shared(case: Case, configs) -> int:
     block = configs.padded(case.head_dim)
-    return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block)
+    used = frozenset(feature for feature in FEATURES if case.has(feature))
+    return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block, used)
 
 
 def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dict]:

@@ -23,8 +23,8 @@ MENU: dict[str, tuple[str, ...]] = {
 COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "benchmark.md": "benchmarks/README.md"}
 # Parts of README.md between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, put where a page says `<!-- from README: NAME -->`.
 FROM_README = re.compile(r"<!-- from README: (\w+) -->")
-COMPATIBLE = ("flash_attn", "sdpa", "flex")
 FIGURES = "<!-- figures -->"  # where a page shows every picture of the benchmark
+THEMES = ("light", "dark")
 CAPTIONS = {
     "speed-fwd": "Forward: speed against length, ours and the peers'",
     "speed-bwd": "Backward",
@@ -54,21 +54,15 @@ def menu(pages: set[str]) -> Nav:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fills parts of the README in, and the modules of the API that exist."""
-    if page.file.src_uri == "api.md":
-        found = [name for name in COMPATIBLE if (ROOT / f"src/tilewise/compat/{name}.py").exists()]
-        if found:
-            markdown += "\n## Drop-ins\n" + "".join(f"\n::: tilewise.compat.{name}\n" for name in found)
-    markdown = markdown.replace(FIGURES, figures())
-    return FROM_README.sub(lambda match: readme_part(match[1]), markdown)
+    """Fills in parts of the README and the benchmark's pictures."""
+    return FROM_README.sub(lambda match: readme_part(match[1]), markdown.replace(FIGURES, figures()))
 
 
 def figures() -> str:
     """Every picture of the benchmark that `make tables` has drawn, the light or the dark one as the page is."""
     shown = [name for name in CAPTIONS if (ROOT / f"docs/figures/bench-{name}-light.svg").exists()]
     return "\n\n".join(
-        f"## {CAPTIONS[name]}\n\n"
-        + "\n".join(f"![{CAPTIONS[name]}](figures/bench-{name}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
+        f"## {CAPTIONS[name]}\n\n" + "\n".join(f"![{CAPTIONS[name]}](figures/bench-{name}-{theme}.svg#only-{theme})" for theme in THEMES)
         for name in shown
     )
 

@@ -20,8 +20,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
-from hopper_check import BF16, FP16, FP32, Case, expand, make, run
 
+from hopper_check import BF16, FP16, FP32, Case, expand, make, run
 from tilewise.kernels import hopper, triton
 from tilewise.kernels.hopper import backward_launch
 from tilewise.kernels.hopper.backward_configs import TILES
@@ -137,10 +137,7 @@ def expected(case: BackwardCase, call, cot: Cotangents, low: bool) -> dict[str, 
     p = torch.exp(s - lse[..., None]).masked_fill(hidden, 0.0)
     out = (p.to(v.dtype) @ v).to(state)
     loss = (out * torch.where(seen_q, cot.dout, 0).to(state)).sum()
-    if t.sink is not None:
-        in_use = ~call.hidden_q[:, None]
-    else:
-        in_use = seen_q[..., 0]
+    in_use = ~call.hidden_q[:, None] if t.sink is not None else seen_q[..., 0]
     if cot.dlse is not None:
         loss = loss + (torch.where(in_use, lse, 0.0) * cot.dlse.to(state)).sum()
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -281,7 +278,7 @@ def run_checks(names: list[str], limit: float, jobs: int) -> list[str]:
 
 def tried_tiles() -> dict[str, tuple[int, object]]:
     """Tiles to time: name -> (head dim, tile); the shipped ones first."""
-    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"]), "256 early": (256, replace(TILES["256"], early_dv=True))}
+    return {"128": (128, TILES["128"]), "64": (64, TILES["64"]), "256": (256, TILES["256"])}
 
 
 def time_grid(a: argparse.Namespace) -> int:
@@ -294,7 +291,8 @@ def time_grid(a: argparse.Namespace) -> int:
     built: dict[tuple, backward_launch.BackwardProgram] = {}
     ratios = []
     for dim in (int(x) for x in a.dims.split(",")):
-        tiles = {name: tile for name, (d, tile) in tried_tiles().items() if d == dim and (not a.tiles or name in a.tiles.split(","))}
+        chosen = a.tiles.split(",") if a.tiles else list(tried_tiles())
+        tiles = {name: tile for name, (d, tile) in tried_tiles().items() if d == dim and name in chosen}
         for seqlen in (int(x) for x in a.seqs.split(",")):
             for causal in (False, True):
                 if a.budget - (time.time() - start) < 5:
@@ -334,7 +332,7 @@ def time_grid(a: argparse.Namespace) -> int:
                 for name, tile in tiles.items():
                     candidates[name] = lambda tile=tile: ours(tile, False)
                 first = next(iter(tiles.values()))
-                candidates["ordered"] = lambda: ours(first, True)
+                candidates["ordered"] = lambda first=first: ours(first, True)
                 # What the two small kernels take: all of it but the large one.
                 candidates["rows only"] = lambda: ours(None, False)
                 if a.portable:
@@ -345,7 +343,9 @@ def time_grid(a: argparse.Namespace) -> int:
                         x.fill_(float("nan"))
                     candidate()
                     pairs = zip((grads.dq, grads.dk, grads.dv), wanted, strict=True)
-                    if name not in ("cudnn", "rows only") and not all((x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in pairs):
+                    if name not in ("cudnn", "rows only") and not all(
+                        (x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in pairs
+                    ):
                         print(f"d{dim} {seqlen} causal={causal} {name}: WRONG")
                         del candidates[name]
                 times: dict[str, list[float]] = {name: [] for name in candidates}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import masks, reference
+from tilewise import BlockMask, masks, reference
 from tilewise.kernels import triton as kernels
 
 from . import cases, helpers, packed
@@ -148,6 +148,32 @@ def test_programs(name, dtype):
         want = exact.grads.pop(key)
         error, allowed = ((x.grads[key].double() - want).abs().max().item() for x in (got, unfused))
         assert error <= 8.0 * (allowed + torch.finfo(torch.float32).eps), f"d{key}: error {error:.3e}, unfused {allowed:.3e}"
+    helpers.assert_close_to_reference(got, exact, unfused)
+
+
+# (rule, block size, further arguments): lists shared and not, blocks smaller and larger than a tile, and what still cuts a whole block.
+LISTED: dict[str, Callable[[], tuple[masks.Mask, int | tuple[int, int], dict]]] = {
+    "blocks of each head": lambda: (masks.Blocks(torch.rand(1, 4, 5, 7) < 0.5, 16), 16, {"dropout_p": 0.2, "dropout_seed": 3}),
+    "window": lambda: (masks.SlidingWindow(40, 9), (32, 16), {"bias": torch.randn(4, 70, 100)}),
+    "documents": lambda: (documents(100) & masks.Causal(), (64, 32), {"score_mod": lambda s, b, h, i, j: s + (i - j) / 64}),
+    "causal beside lists": lambda: (masks.Blocks(torch.rand(1, 1, 2, 2) < 0.8, 64), 64, {"causal": True, "window_size": (50, -1)}),
+    "lengths": lambda: (masks.Custom(lambda b, h, i, j: i // 32 != j // 32), 32, {"seqused_q": lengths(61), "seqused_k": lengths(93)}),
+}
+
+
+def documents(n: int) -> masks.Document:
+    return masks.Document(torch.arange(30, 100)[None] // 40, torch.arange(n)[None] // 40)
+
+
+@pytest.mark.parametrize("name", sliced(list(LISTED)))
+def test_tile_lists(name):
+    """The same answer as the rule that the lists came from."""
+    rule, block_size, options = LISTED[name]()
+    inputs = helpers.make_inputs(batch=1, heads=4, kv_heads=2, seqlen_q=70, seqlen_k=100) | options
+    listed = BlockMask(rule, 70, 100, block_size=block_size)
+    dout, dlse = torch.randn(1, 70, 4, 16), torch.randn(1, 4, 70)
+    got = helpers.run_with_grads(triton_attention, {**inputs, "mask": listed}, dout, dlse)
+    exact, unfused = (f({**inputs, "mask": rule}, dout, dlse) for f in (helpers.reference_with_grads, helpers.unfused_with_grads))
     helpers.assert_close_to_reference(got, exact, unfused)
 
 

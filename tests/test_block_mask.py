@@ -375,4 +375,5 @@ def test_transforms_and_opcheck() -> None:
 
 def test_explain_takes_a_block_mask() -> None:
     q = torch.empty(1, 64, 2, 8)
-    assert explain(q, q, q, mask=BlockMask(Custom(per_head), 64, heads=2)).backend == "tiled"
+    found = explain(q, q, q, mask=BlockMask(Blocks(torch.eye(4, dtype=torch.bool)[None, None], 16), 64, block_size=16))
+    assert found.backend == "tiled" and found.flops == explain(q, q, q).flops // 4

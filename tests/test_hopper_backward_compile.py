@@ -27,7 +27,7 @@ def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
 
 
 LENGTHS = {"lengths_q": True, "lengths_k": True, "hidden_rows": True, "hidden_keys": True}
-EVERYTHING = {"right": True, "left": True, "softcap": True, "alibi": True, "ordered": True, **LENGTHS}
+EVERYTHING = {"right": True, "left": True, "softcap": True, "alibi": True, "slope_gradient": True, "ordered": True, **LENGTHS}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
     "d64 full, ordered": variant(64, ordered=True),
@@ -38,7 +38,7 @@ REST = {
     "d64 window": variant(64, right=True, left=True, hidden_keys=True),
     "d64 lengths": variant(64, right=True, **LENGTHS),
     "d64 softcap": variant(64, right=True, softcap=True),
-    "d64 alibi": variant(64, right=True, alibi=True),
+    "d64 alibi": variant(64, right=True, alibi=True, slope_gradient=True),
     "d64 everything": variant(64, **EVERYTHING),
     "d64/128 causal": variant(64, 128, right=True),
     "d128 full": variant(128),
@@ -48,6 +48,8 @@ REST = {
     "d128 lengths": variant(128, right=True, **LENGTHS),
     "d128 softcap": variant(128, right=True, softcap=True),
     "d128 alibi": variant(128, right=True, alibi=True),
+    "d128 alibi with its gradient": variant(128, right=True, alibi=True, slope_gradient=True),
+    "d256 alibi": variant(256, right=True, alibi=True, slope_gradient=True),
     "d128 everything": variant(128, **EVERYTHING),
     "d128/64 causal": variant(128, 64, right=True),
     "d192/128 causal": variant(192, 128, right=True),
@@ -63,9 +65,14 @@ SPILLS = {
     "d64 causal": (128, 16),
     "d64 window": (128, 16),
     "d64 lengths": (128, 20),
+    "d64 alibi": (96, 0),
+    "d64 everything": (224, 28),
     "d128 softcap": (192, 56),
-    "d128 everything": (256, 72),
-    "d256 everything": (512, 88),
+    "d128 alibi with its gradient": (240, 56),
+    "d128 everything": (520, 176),
+    "d256 alibi": (520, 72),
+    "d256 lengths": (88, 8),
+    "d256 everything": (584, 88),
 }
 
 

@@ -1,4 +1,4 @@
-"""The walk of the Hopper backward kernel, run as plain Python: every visible pair once, masks where needed, additions in a complete order."""
+"""The walk of the Hopper backward kernel, run as plain Python: every visible pair once, masks where needed, a complete order."""
 
 from __future__ import annotations
 

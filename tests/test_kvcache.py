@@ -168,8 +168,10 @@ def test_the_varlen_call_over_pages():
     ):
         with pytest.raises(error, match=words):
             varlen_over_pages(q, *pages, offsets, None, table, **(given | changes))
-    with pytest.raises(ValueError, match="cu_seqlens_k was given"):
-        varlen_over_pages(q, *pages, offsets, offsets, table, **given)
+    del given["seqused_k"]
+    assert torch.equal(tilewise.attention_varlen(q, *pages, offsets, lengths(0, 4, 16), page_table=table, **given), want)
+    both = tilewise.attention_varlen(q, *pages, offsets, lengths(0, 9, 21), page_table=table, seqused_k=lengths(4, 12), **given)
+    assert torch.equal(both, want)
 
 
 # ------------------------------------------------------------------------------------------------------- values on the device

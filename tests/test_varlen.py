@@ -240,7 +240,7 @@ BAD = {
     "documents without bounds": (dict(mask=masks.Document(torch.zeros(1, 4, dtype=I32))), ValueError, "give max_seqlen_q and max_seqlen_k"),
     "slopes": (dict(alibi_slopes=torch.zeros(3, 2)), ValueError, r"\(Hq,\) or \(sequences, Hq\) = \(2,\) or \(2, 2\)"),
     "used": (dict(seqused_k=torch.zeros(3, dtype=I32)), ValueError, r"it must be \(sequences,\) = \(2,\)"),
-    "pages": (dict(page_table=torch.zeros(2, 1, dtype=I32)), UnsupportedAttention, "page_table was given"),
+    "pages": (dict(page_table=torch.zeros(2, 1, dtype=I32)), ValueError, "with a page_table it must have rank 4"),
     "blocks": (dict(mask=masks.Blocks(torch.ones(1, 1, 1, 1, dtype=torch.bool), 16)), UnsupportedAttention, "packed sequences"),
     "block mask": (dict(mask=BlockMask(masks.Causal(), 7, 7)), UnsupportedAttention, "mask is a BlockMask"),
     "decreasing": (dict(cu_seqlens_q=torch.tensor([0, 5, 2], dtype=I32), check_values=True), ValueError, "decreases from 5 to 2"),

@@ -37,6 +37,7 @@ class Problem:
     window_right: int = -1
     bias_elements: int = 0
     mask_elements: int = 0
+    pairs: int = -1  # computed (query, key) pairs of an item and head where tile lists say so; -1: what the window shows
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -100,11 +101,13 @@ def device_named(name: str) -> Device | None:
 
 
 def visible_pairs(problem: Problem) -> int:
-    """Visible (query, key) pairs of one batch item and one query head, by the window rules alone: an exact count.
+    """Visible (query, key) pairs of one batch item and one query head, by the window rules alone: an exact count. Or `pairs`, if given.
 
     >>> visible_pairs(Problem(batch=1, heads=1, seqlen_q=4, head_dim=8, window_right=0))
     10
     """
+    if problem.pairs >= 0:
+        return problem.pairs
     return _pairs(problem.seqlen_q, problem.seqlen_k, problem.window_left, problem.window_right)
 
 

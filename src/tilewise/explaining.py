@@ -104,6 +104,7 @@ def explain(
         window_right=r.window_right,
         bias_elements=0 if t.bias is None else t.bias.numel(),
         mask_elements=0 if t.mask is None else t.mask.numel(),
+        pairs=-1 if t.blocks is None else _listed_pairs(t),
     )
     dtype = str(t.q.dtype).removeprefix("torch.")
     floor = cost.roofline(problem, ceilings, dtype, pass_, r.allow_tf32) if ceilings and ceilings.matmul_rate(dtype, r.allow_tf32) else None
@@ -116,11 +117,21 @@ def explain(
         dtype=dtype,
         flops=cost.flops(problem, pass_),
         bytes=cost.least_bytes(problem, pass_),
-        extra_bytes=cost.extra_bytes(problem, pass_),
+        extra_bytes=_extra_bytes(chosen, t, r, problem, pass_),
         unfused_bytes=cost.unfused_bytes(problem, pass_),
         roofline_ms=floor.seconds * 1e3 if floor else None,
         bound=floor.bound if floor else "",
     )
+
+
+def _listed_pairs(t: plan.Operands) -> int:
+    """The pairs in listed tiles, on average over the batch items and heads with lists of their own; -1 for tensors without values."""
+    lists = t.blocks
+    assert lists is not None
+    if lists.kv_num.device.type == "meta":
+        return -1
+    tiles = (lists.kv_num + lists.kv_full_num).double().sum((0, 1, 2)).item() / max(lists.kv_num.shape[0] * lists.kv_num.shape[1], 1)
+    return min(round(tiles * lists.block_m * lists.block_n), t.q.shape[2] * t.k.shape[2])
 
 
 def _target(device: str | torch.device | None, own: torch.device) -> tuple[plan.Target, cost.Device | None]:
@@ -141,6 +152,12 @@ def _tiles(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Req
     if chosen.backend not in ("triton", "hopper"):
         return ""
     return chosen.kernels().describe(t, r, request, target)
+
+
+def _extra_bytes(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, problem: cost.Problem, pass_: str) -> int:
+    if chosen.backend == "hopper" and pass_ == "bwd":
+        return cost.state_bytes(problem) + chosen.kernels().workspace_bytes(t, r)
+    return cost.extra_bytes(problem, pass_)
 
 
 def _size(count: float) -> str:

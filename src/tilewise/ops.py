@@ -179,12 +179,18 @@ def gradient_sources(args: dict[str, Any]) -> list[tuple[str, Tensor]]:
 class GradientBuffers:
     """The results of a backward op in the inputs' dtypes, and what kernels fill: parameters' gradients in the accumulator dtype."""
 
-    def __init__(self, args: dict[str, Any]) -> None:
+    def __init__(self, args: dict[str, Any], bias_written_once: bool = False) -> None:
         layout, needs = args["layout"], args["needs"]
         accumulate = accumulator_dtype(args["q"].dtype)
         sources = gradient_sources(args)
         self.results = gradients_fake(args)
-        self.buffers = [x if name in ("q", "k", "v") else _like(x, accumulate) for (name, _), x in zip(sources, self.results, strict=True)]
+        # A bias of full size has nothing to reduce.
+        keys = args["k"].shape[1 if layout == "bshd" else 2]
+        full = args["q"].shape[:3].numel() * keys if bias_written_once and args["cu_seqlens_q"] is None else -1
+        self.buffers = [
+            x if name in ("q", "k", "v") or (name == "bias" and x.numel() == full) else _like(x, accumulate)
+            for (name, _), x in zip(sources, self.results, strict=True)
+        ]
         queue = iter(self.buffers)
         by_name = {name: next(queue) if needed else None for name, needed in zip(DIFFERENTIABLE, needs, strict=False)}
         dq, dk, dv = (heads_first(x, layout) if (x := by_name[name]) is not None else None for name in ("q", "k", "v"))
@@ -234,7 +240,7 @@ def backward_request(args: dict[str, Any]) -> Request:
 
 def run_backward(args: dict[str, Any]) -> list[Tensor]:
     t, r = operands(args), rules(args, args["allow_tf32"])
-    buffers, cot, kept = GradientBuffers(args), cotangents(args), saved(args)
+    buffers, cot, kept = GradientBuffers(args, bias_written_once=True), cotangents(args), saved(args)
     if kept.lse.numel() and t.k.shape[2] and not has_no_sequence(t):
         plan.select(t, r, args["backend"], request=backward_request(args)).kernels().backward(t, r, kept, cot, buffers.grads)
     else:  # no query or no key: nothing depends on q, k or v, and only a sink can move the LSE

@@ -91,7 +91,8 @@ class Cotangents:
 
 @dataclass(slots=True)
 class Gradients:
-    """Preallocated gradients; None where not needed. Parameters' gradients are in the accumulator dtype."""
+    """Preallocated gradients; None where not needed. Parameters' gradients are in the accumulator dtype, but that of a bias of full size
+    (B, Hq, Sq, Sk), which has nothing to add up, is in the bias's own."""
 
     dq: Tensor | None = None
     dk: Tensor | None = None

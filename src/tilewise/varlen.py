@@ -20,7 +20,7 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
@@ -90,7 +90,9 @@ def attention_varlen(
         out_dtype: see ``causal``.
         check_values: also check the offsets and lengths, at the price of a synchronisation.
         return_aux: as in `attention`; packed: ``lse`` and ``entropy`` (Hq, total_q), ``max_logits`` (Hq,), ``key_mass`` (Hq, total_k).
-        page_table: keys and values in pages; not served yet.
+        page_table: int32 ``(sequences, n)``, for inference: k and v are then pages ``(pages, page_size, Hk, D or Dv)``, of which a
+            sequence has those in its row, in order. Its keys are counted by ``cu_seqlens_k`` or, where that is None, by ``seqused_k``;
+            rules may speak of positions and keys.
 
     Returns:
         ``out`` ``(total_q, Hq, Dv)``, contiguous; with ``return_aux`` a pair ``(out, Aux)``.
@@ -108,12 +110,21 @@ def attention_varlen(
         >>> torch.allclose(out[7:], alone[0], atol=1e-6)
         True
     """
+    if page_table is not None:
+        from .kvcache.packed import varlen_over_pages
+
+        return varlen_over_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, causal=causal, window_size=window_size, mask=mask, bias=bias,
+            score_mod=score_mod, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink,
+            dropout_p=dropout_p, seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            backend=backend, out_dtype=out_dtype, check_values=check_values, return_aux=return_aux,
+        )  # fmt: skip
     prepared = prepare_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window_size=window_size, mask=mask, bias=bias,
         score_mod=score_mod, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink,
         dropout_p=dropout_p, dropout_seed=dropout_seed, seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, deterministic=deterministic, backend=backend, out_dtype=out_dtype,
-        check_values=check_values, return_aux=return_aux, page_table=page_table,
+        check_values=check_values, return_aux=return_aux,
     )  # fmt: skip
     if backend == "reference":
         result = as_the_op(reference.attention_varlen_full, prepared.reference_arguments, out_dtype)
@@ -127,7 +138,7 @@ def prepare_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
@@ -136,7 +147,7 @@ def prepare_varlen(
 ) -> Prepared:
     """Validates the arguments of `attention_varlen` and turns them into those of the forward op, on q, k and v of batch size 1."""
     if page_table is not None:
-        raise UnsupportedAttention("page_table was given, but attention_varlen does not read pages; pass packed keys and values without it")
+        raise UnsupportedAttention("page_table was given; a call over pages is described by attention_varlen alone")
     for name, x in (("q", q), ("k", k), ("v", v)):
         typed(name, x, Tensor)
         if x.ndim != 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise import UnsupportedAttention, attention
+from tilewise import BlockMask, UnsupportedAttention, attention, masks
 
 from .common import DTYPES, calling, compare, differentiates, qkv, randn, restride
 
@@ -216,3 +216,60 @@ def test_empty_sizes(backend, shape):
     if differentiates(backend):
         for grad in torch.autograd.grad(out.sum(), list(inputs.values())):
             assert torch.all(grad == 0)
+
+
+PROGRAMS = {
+    "relative table": lambda x: dict(score_mod=lambda s, b, h, i, j: s + x["table"][h, i - j + 516]),
+    "negative indices": lambda x: dict(score_mod=lambda s, b, h, i, j: s + x["table"][h, i - j], causal=True),
+    "gates": lambda x: dict(score_mod=lambda s, b, h, i, j: s * torch.sigmoid(x["slopes"][h]) + x["columns"][b, j] * x["rows"][i]),
+    "alibi": lambda x: dict(score_mod=lambda s, b, h, i, j: s - x["slopes"][h] * (i - j).abs(), softcap=5.0),
+    "elementary": lambda x: dict(
+        score_mod=lambda s, b, h, i, j: torch.exp(0.3 * s) + torch.sin(s) * s.cos() + torch.erf(s) + (s.abs() + 1) ** 1.7 + torch.tanh(s)
+    ),
+    "documents": lambda x: dict(mask=masks.Custom(lambda b, h, i, j: (i // 100 == j // 100) & ((i ^ j) % 7 != 3))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_and_what_they_capture(name):
+    """Output and every gradient against float64, those of captured tensors within float32 sums of their terms."""
+    inputs = qkv()
+    captured = {"slopes": randn(4, dtype=torch.float32).abs(), "table": randn(4, 850, dtype=torch.float32)}
+    captured |= {"columns": randn(2, 517, dtype=torch.float32), "rows": randn(333, dtype=torch.float32)}
+    dout = randn(2, 333, 4, 64)
+
+    def answer(to: torch.dtype | None, **options):
+        leaves = {key: x.to(to or x.dtype).clone().requires_grad_() for key, x in {**inputs, **captured}.items()}
+        out = attention(*(leaves[key] for key in "qkv"), **PROGRAMS[name](leaves), **options)
+        return out, torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype), allow_unused=True)
+
+    got, exact = answer(None, backend="triton"), answer(torch.float64, backend="reference")
+    torch.testing.assert_close(got[0].double(), exact[0], rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(got[1], exact[1], strict=True):
+        if theirs is not None and mine is not None:
+            size = theirs.abs().max().item()
+            assert (mine.double() - theirs).abs().max() <= 2e-2 * max(size, 1e-3)
+
+
+RULES = {
+    "blocks": lambda: masks.Blocks(torch.rand(2, 4, 6, 9, device="cuda") < 0.4, 64),
+    "window": lambda: masks.SlidingWindow(150, 20),
+    "documents": lambda: masks.Document(torch.arange(333, device="cuda")[None] // 90, torch.arange(517, device="cuda")[None] // 90),
+}
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128, (256, 32)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_tile_lists(rule, block_size):
+    """With lists the kernels visit fewer tiles and compute the same: output and gradients of the same rule without them."""
+    mask = RULES[rule]()
+    listed = BlockMask(mask, 333, 517, batch=2, heads=4, block_size=block_size, device="cuda")
+    inputs = {name: x.requires_grad_() for name, x in qkv().items()}
+    dout = randn(2, 333, 4, 64)
+
+    def answer(which):
+        out = attention(**inputs, mask=which, backend="triton")
+        return out, *torch.autograd.grad(out, list(inputs.values()), dout)
+
+    for mine, theirs in zip(answer(listed), answer(mask.dense(2, 4, 333, 517, device="cuda")), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import attention_with_kvcache, masks
+from tilewise import attention_varlen, attention_with_kvcache, masks
 from tilewise.kernels.triton import cache
 from tilewise.kvcache import ops, reference
 
@@ -298,6 +298,23 @@ def test_packed_queries():
         torch.testing.assert_close(lse[:, rows].double(), want_lse[0], rtol=1e-5, atol=1e-4)
         start += count
     assert not out[:, 108:].any() and bool((lse[:, 108:] == float("-inf")).all())
+
+
+def test_a_mixed_batch_at_real_sizes():
+    """Two prompts of some hundred tokens beside thirty decoding ones, 32 query heads over 8 kv heads, pages of 16."""
+    counts = [700, 1, 300] + [1] * 29
+    used = [700, 4000, 2300] + [100 * b + 5 for b in range(29)]
+    k, v = randn(8192, 16, 8, 128), randn(8192, 16, 8, 128)
+    table = torch.randperm(8192, device="cuda").to(I32).view(32, 256)
+    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(I32)
+    q = randn(sum(counts), 32, 128)
+    out = attention_varlen(q, k, v, offsets, None, page_table=table, seqused_k=integers(*used), causal=True)
+    for b, start in enumerate(offsets[:-1].tolist()):
+        keys, values = (x[table[b].long()].flatten(0, 1)[None] for x in (k, v))
+        rows = q[None, start : start + counts[b]]
+        for (_, h), want in sampled_reference(rows, keys, values, [used[b]], [0, 31]).items():
+            error = (out[start : start + counts[b], h].double() - want).norm() / want.norm()
+            assert error < 4e-3, f"item {b}, head {h}: {error:.2e}"
 
 
 def test_the_kernels_say_why_they_decline():

@@ -177,6 +177,7 @@ def test_memory_grows_with_the_length_not_its_square(backend, pass_):
     problem = cost.Problem(batch=1, heads=8, seqlen_q=lengths[-1], head_dim=64)
     expected = cost.output_bytes(problem) + cost.extra_bytes(problem, "bwd")
     expected += 0 if pass_ == "fwd" else cost.output_bytes(problem, "bwd")
+    expected += problem.heads * problem.seqlen_q * 64 * 4 if (pass_, backend) == ("fwd+bwd", "hopper") else 0  # dQ in float32
     assert peaks[-1] < 1.5 * expected + (4 << 20)
 
 

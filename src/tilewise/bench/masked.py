@@ -60,10 +60,9 @@ def document_lengths(documents: int) -> list[int]:
 
 
 def _lengths(documents: int, seqlen: int, device: torch.device) -> CaseMask:
-    lengths = document_lengths(documents)
-    if sum(lengths) != seqlen:
-        raise ValueError(f"these {documents} documents have {sum(lengths)} tokens, and the problem {seqlen}")
-    return _packed(torch.tensor([0, *lengths]).cumsum(0), seqlen, device)
+    """Those lengths where they fill the problem; else in proportion."""
+    ends = torch.tensor([0, *document_lengths(documents)]).cumsum(0)
+    return _packed(ends * seqlen // ends[-1], seqlen, device)
 
 
 def _documents(documents: int, seqlen: int, device: torch.device) -> CaseMask:

@@ -131,7 +131,8 @@ def build_mask(
     """The mask of one kind of layer, as `transformers` asks for it: a `RuleMask`, or None where every query sees every key.
 
     ``attention_mask`` (B, tokens seen) is the padding, True = real. Causal order is never left to the layer: a model that computes its
-    attention by itself would not know of it. Older releases give the queries' places as ``cache_position`` (Sq,), newer ones as ``q_length`` and ``q_offset``.
+    attention by itself would not know of it. Older releases give the queries' places as ``cache_position`` (Sq,), newer ones as
+    ``q_length`` and ``q_offset``.
     """
     from transformers import masking_utils
 

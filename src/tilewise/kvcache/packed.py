@@ -75,7 +75,7 @@ def attention_over_pages(
     names = _aux_names(return_aux)
     if set(names) - {"lse"}:
         raise UnsupportedAttention(f"return_aux is {return_aux!r}; over pages only 'lse' can be returned")
-    items = check_offsets(cu_seqlens_q, q)
+    items = check_offsets("cu_seqlens_q", cu_seqlens_q, q)
     typed("page_table", page_table, Tensor)
     sizes = checks.check_tensors(q[None], k_pages, v_pages, None, None, page_table, None, items)
     checks.check_out_dtype(out_dtype, q.dtype)
@@ -119,14 +119,14 @@ def attention_over_pages(
     return (out[0], Aux(lse=lse if "lse" in names else None)) if return_aux not in ((), None) else out[0]
 
 
-def check_offsets(cu_seqlens_q: Tensor, q: Tensor) -> int:
+def check_offsets(name: str, x: Tensor, q: Tensor) -> int:
     """How many sequences the offsets describe."""
-    typed("cu_seqlens_q", cu_seqlens_q, Tensor)
-    if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] == 0:
-        raise ValueError(f"cu_seqlens_q is {cu_seqlens_q.dtype} of shape {tuple(cu_seqlens_q.shape)}; it must be int32, (n + 1,)")
-    if cu_seqlens_q.device != q.device:
-        raise ValueError(f"cu_seqlens_q is on {cu_seqlens_q.device} but q is on {q.device}; move it with .to(q.device)")
-    return cu_seqlens_q.shape[0] - 1
+    typed(name, x, Tensor)
+    if x.dtype != torch.int32 or x.ndim != 1 or x.shape[0] == 0:
+        raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}; it must be int32, (n + 1,)")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)")
+    return x.shape[0] - 1
 
 
 def varlen_over_pages(
@@ -140,8 +140,15 @@ def varlen_over_pages(
     for name, nothing in off.items():
         if (value := arguments.get(name, nothing)) is not nothing and value != nothing:
             raise UnsupportedAttention(f"{name} was given with a page_table; over pages attention is for inference and takes no {name}")
+    for name, x in (("k", k), ("v", v)):
+        typed(name, x, Tensor)
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; with a page_table it must have rank 4, (pages, page_size, Hk, D)")
+    typed("page_table", page_table, Tensor)
     if cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k was given with a page_table, which says where keys are; pass None, and the lengths as seqused_k")
+        check_offsets("cu_seqlens_k", cu_seqlens_k, q)
+        lengths, used = cu_seqlens_k.diff().clamp(min=0), given.get("seqused_k")
+        given["seqused_k"] = lengths if used is None else torch.minimum(lengths, used)
     mask = given.get("mask")
     if isinstance(mask, Mask) and page_table.ndim == 2:
         capacity = k.shape[1] * page_table.shape[1]

@@ -99,17 +99,23 @@ def tma_refusal(x: Tensor) -> str | None:
 def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     """The tile that would serve a call, for people."""
     if request.backward:
-        from .backward_launch import variant_of, workspace_bytes
+        from .backward_launch import variant_of
 
         v = variant_of(t, r, "alibi_slopes" in request.needs)
-        tiles = f"tiles of {v.block_m} x {v.block_n}, 2 consumer warp groups, a loading and an adding warp, {v.stages} stages"
-        return f"{tiles}, {workspace_bytes(t, r) / 2**20:.1f} MiB of workspace"
+        return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages"
     from .configs import ROWS
     from .launch import tile_of
 
     tile = tile_of(t, r)
     shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
     return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages"
+
+
+def workspace_bytes(t: Operands, r: Rules) -> int:
+    """Device memory that a backward pass takes beside its gradients and what the forward pass saved: dQ in float32, two numbers a query."""
+    from .backward_launch import workspace_bytes
+
+    return workspace_bytes(t, r)
 
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:
@@ -141,7 +147,8 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
 def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
     """Fill the gradients that are not None, on the current stream of t.q's device. `why_not` must have said None.
 
-    Method: FlashAttention's backward pass (Dao 2023, section 3.1.2) as laid out for Hopper by Shah et al. 2024; see docs/hopper-backward.md.
+    Method: FlashAttention's backward pass (Dao 2023, section 3.1.2) as laid out for Hopper by Shah et al. 2024;
+    see docs/hopper-backward.md.
     """
     from . import backward_launch
 

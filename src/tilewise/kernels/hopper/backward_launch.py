@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Cotangents, Gradients, Operands, Rules, Saved
+from ..triton.launch import alignment, strides
 from . import tma_refusal
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
@@ -118,8 +119,8 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         t.v.shape[3],
         r.window_right >= 0,
         r.window_left >= 0,
-        surplus > r.window_left,
-        -surplus > r.window_right,
+        0 <= r.window_left < surplus,
+        0 <= r.window_right < -surplus,
         t.seqused_q is None,
         t.seqused_k is None,
         r.softcap > 0,
@@ -176,12 +177,12 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     row_lse, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
     turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
     sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_blocks, dtype=torch.float32)
-    dlse = cot.dlse
+    dlse, align = cot.dlse, alignment(saved.out, dout)
     prepare_rows[(row_blocks * batch * heads,)](
         saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
-        *saved.out.stride(), *dout.stride(), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
-        min(r.window_right, seqlen_q + seqlen_k), row_blocks, RIGHT=variant.right, ACC=variant.dim, PARTS=variant.dq_parts,
-        DIM_V=dim_v, BLOCK_DV=variant.dim_v, BLOCK_M=variant.block_m, num_warps=4,
+        *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
+        min(r.window_right, seqlen_q + seqlen_k), row_blocks, ALIGN=align, RIGHT=variant.right, ACC=variant.dim, PARTS=variant.dq_parts,
+        DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
     )  # fmt: skip
     if grads.dsink is not None and sinks is not None:
         grads.dsink.copy_(sinks.sum((0, 2)))
@@ -233,7 +234,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         one_a_head = dslopes.sum(2)
         grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)
     if grads.dq is not None:
+        align = alignment(grads.dq)
         finish_queries[(row_blocks * batch * heads,)](
-            acc, turns, grads.dq, r.softmax_scale, *grads.dq.stride()[:3], heads, seqlen_q, row_blocks,
-            DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
+            acc, turns, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_blocks,
+            ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
         )  # fmt: skip

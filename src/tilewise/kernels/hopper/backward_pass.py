@@ -317,17 +317,7 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
     wait(base + 8 * C.k_full, 0)
     delta = mem.delta.index(do_stage).load(row_layout)
-    if C.share_p:
-        if C.tile.early_dv:
-            block_barrier()  # the other warp group may still have read P and dS of the block before
-            mem.p.store(prob.to(dtype))
-            fence_async_shared()
-            block_barrier()
-            dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp_future])
-        else:
-            dp = warpgroup_mma_wait(0, deps=[dp_future])
-    elif C.tile.early_dv:
+    if C.tile.early_dv:
         prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_future])
         dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
@@ -342,12 +332,10 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     mem.ds.store(ds)
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
     if C.share_p:
-        if not C.tile.early_dv:
-            mem.p.store(prob.to(dtype))
+        mem.p.store(prob.to(dtype))
         fence_async_shared()
         block_barrier()
-        if not C.tile.early_dv:
-            dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
+        dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
         dq_future = warpgroup_mma(mem.ds.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
         dk_future = warpgroup_mma(mem.ds, q, dk, is_async=True)
         dv = warpgroup_mma_wait(2, deps=[dv_future])
@@ -509,7 +497,7 @@ def attention_backward(
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout)
     ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
-    if C.share_p:
+    if C.share_p:  # noqa: SIM108
         prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     else:
         prob = ds

@@ -1,8 +1,13 @@
-"""The two small kernels around the Hopper backward kernel: what it must know of each query, and dQ as the caller wants it."""
+"""The two small kernels around the Hopper backward kernel: what it must know of each query, and dQ as the caller wants it.
+
+Strides come in units of ALIGN elements, so that the compiler knows how wide it may read; an inner stride of 1 comes as None.
+"""
 
 import triton
 import triton.language as tl
 
+# Columns are taken in chunks: wide enough for full memory transactions, few enough for the registers at head dim 256.
+CHUNK: tl.constexpr = tl.constexpr(64)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
 _RUNTIME = ["heads", "seqlen", "seqlen_k", "window_right", "tiles", "stride_dlse_b", "stride_dlse_h", "stride_dlse_s"]
@@ -11,12 +16,13 @@ _RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dq") for dim in "bhs"]
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def prepare_rows(
-    out_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr, sink_ptr, acc_ptr, turns_ptr, row_lse_ptr, delta_ptr, sink_partial_ptr,
+    out_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr, sink_ptr,
+    acc_ptr, turns_ptr, row_lse_ptr, delta_ptr, sink_partial_ptr,
     stride_o_b: tl.int64, stride_o_h: tl.int64, stride_o_s: tl.int64, stride_o_d,
     stride_do_b: tl.int64, stride_do_h: tl.int64, stride_do_s: tl.int64, stride_do_d,
     stride_dlse_b: tl.int64, stride_dlse_h: tl.int64, stride_dlse_s: tl.int64,
     heads, seqlen, seqlen_k, window_right, tiles,
-    RIGHT: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    ALIGN: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta = sum(out * dout) - dlse and the LSE in base 2, (B * Hq, tiles * BLOCK_M), both neutral for queries that see nothing. The
     turns of dQ's blocks are set to 0, or without them its accumulator. One program BLOCK_M queries.
@@ -26,7 +32,6 @@ def prepare_rows(
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_dv = tl.arange(0, BLOCK_DV)
     length, length_k = seqlen, seqlen_k
     if lengths_q_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths_q_ptr + b), 0), seqlen)
@@ -38,13 +43,16 @@ def prepare_rows(
     seen = offs_m < tl.where(length_k > 0, length, 0)
     if RIGHT:
         seen = seen & (offs_m + window_right >= length - length_k)
-    visible = seen[:, None] & (offs_dv < DIM_V)[None, :]
-    o_offsets = rows * stride_o_s + offs_dv[None, :] * stride_o_d
-    o = tl.load(out_ptr + b * stride_o_b + h * stride_o_h + o_offsets, mask=visible, other=0.0)
-    do_offsets = rows * stride_do_s + offs_dv[None, :] * stride_do_d
-    do = tl.load(do_ptr + b * stride_do_b + h * stride_do_h + do_offsets, mask=visible, other=0.0)
+    o_row = out_ptr + (b * stride_o_b + h * stride_o_h + rows * stride_o_s) * ALIGN
+    do_row = do_ptr + (b * stride_do_b + h * stride_do_h + rows * stride_do_s) * ALIGN
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    for first in tl.static_range(0, DIM_V, CHUNK):
+        columns = (first + tl.arange(0, CHUNK))[None, :]
+        visible = seen[:, None] & (columns < DIM_V)
+        o = tl.load(o_row + columns * (1 if stride_o_d is None else stride_o_d), mask=visible, other=0.0).to(tl.float32)
+        do = tl.load(do_row + columns * (1 if stride_do_d is None else stride_do_d), mask=visible, other=0.0).to(tl.float32)
+        delta += tl.sum(o * do, 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * seqlen + offs_m, mask=inside, other=NEG_INF)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + b * stride_dlse_b + h * stride_dlse_h + offs_m * stride_dlse_s, mask=inside, other=0.0)
     empty = lse == NEG_INF
@@ -59,28 +67,33 @@ def prepare_rows(
         for part in tl.static_range(PARTS):
             tl.store(turns_ptr + tl.program_id(0) * PARTS + part, 0)
     else:
-        tl.store(acc_ptr + padded[:, None] * ACC + tl.arange(0, ACC)[None, :], tl.zeros([BLOCK_M, ACC], tl.float32))
+        for first in tl.static_range(0, ACC, CHUNK):
+            columns = (first + tl.arange(0, CHUNK))[None, :]
+            tl.store(acc_ptr + padded[:, None] * ACC + columns, tl.zeros([BLOCK_M, CHUNK], tl.float32))
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def finish_queries(
-    acc_ptr, turns_ptr, dq_ptr, scale, stride_dq_b: tl.int64, stride_dq_h: tl.int64, stride_dq_s: tl.int64, heads, seqlen, tiles,
-    DIM: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    acc_ptr, turns_ptr, dq_ptr, scale, stride_dq_b: tl.int64, stride_dq_h: tl.int64, stride_dq_s: tl.int64, stride_dq_d,
+    heads, seqlen, tiles,
+    ALIGN: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * accumulator, in dQ's own dtype and strides; 0 where no turn was taken. One program BLOCK_M queries.
 
-    The accumulator has ACC columns, a multiple of 64; in two parts they lie as `backward_pass.hand_over` says.
+    The accumulator has ACC columns, a multiple of 64; in two parts they lie as `backward_pass.halves` says.
     """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
-    offs_m, offs_d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, ACC)
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     padded = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     filled = DIM
     if turns_ptr is not None:
         filled = tl.where(tl.load(turns_ptr + tl.program_id(0) * PARTS) > 0, DIM, 0)
-    source = offs_d
-    if PARTS == 2:
-        source = ((offs_d >> 6) & 1) * 128 + (offs_d >> 7) * 64 + (offs_d & 63)
-    acc = tl.load(acc_ptr + padded[:, None] * ACC + source[None, :], mask=(offs_d < filled)[None, :], other=0.0)
-    target = dq_ptr + b * stride_dq_b + h * stride_dq_h + offs_m.to(tl.int64)[:, None] * stride_dq_s + offs_d[None, :]
-    tl.store(target, (acc * scale).to(dq_ptr.dtype.element_ty), mask=(offs_d < DIM)[None, :] & (offs_m < seqlen)[:, None])
+    target = dq_ptr + (b * stride_dq_b + h * stride_dq_h + offs_m.to(tl.int64)[:, None] * stride_dq_s) * ALIGN
+    for first in tl.static_range(0, ACC, CHUNK):
+        source = first if PARTS == 1 else first // 64 % 2 * 128 + first // 128 * 64
+        columns = tl.arange(0, CHUNK)[None, :]
+        acc = tl.load(acc_ptr + padded[:, None] * ACC + source + columns, mask=first + columns < filled, other=0.0)
+        visible = (first + columns < DIM) & (offs_m < seqlen)[:, None]
+        offsets = (first + columns) * (1 if stride_dq_d is None else stride_dq_d)
+        tl.store(target + offsets, (acc * scale).to(dq_ptr.dtype.element_ty), mask=visible)

@@ -37,7 +37,10 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
     elif dbias is not None and dbias.shape[2] == 1:
         bias_cols = saved.lse.new_empty(batch, heads, 1, size_k)
     elif dbias is not None and dbias.shape[:2] == (call.items, heads):
-        bias_tiles = dbias.zero_()  # tiles that nothing sees are not visited
+        bias_tiles = dbias
+        cut = (t.seqused_q, t.seqused_k, t.cu_seqlens_q, t.blocks)
+        if r.window_left >= 0 or r.window_right >= 0 or any(x is not None for x in cut):
+            dbias.zero_()  # tiles that nothing sees are not visited
 
     with call.device_guard():
         rows = row_terms_of(call, t, saved, dout, cot.dlse, grads.dsink)

@@ -90,6 +90,6 @@ def list_arguments(tensors: tuple[Tensor, Tensor, Tensor, Tensor], tiles: int, t
     if tiles_of_block > 1:
         cost = cost.repeat_interleave(tiles_of_block, -1, output_size=blocks * tiles_of_block)[..., :tiles]
     order = cost.argsort(dim=-1, descending=True, stable=True)
-    strides = (0 if batch == 1 else heads * blocks, 0 if heads == 1 else blocks, idx.shape[-1], full_idx.shape[-1])
-    strides += (0 if batch == 1 else heads * tiles, 0 if heads == 1 else tiles)
+    strides = [0 if batch == 1 else heads * blocks, 0 if heads == 1 else blocks, idx.shape[-1], full_idx.shape[-1]]
+    strides += [0 if batch == 1 else heads * tiles, 0 if heads == 1 else tiles]
     return {"lists_ptr": (num, idx, full_num, full_idx, order), "list_sizes": encoded_numbers(strides)}

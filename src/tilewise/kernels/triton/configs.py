@@ -44,7 +44,8 @@ SHARED_LIMIT = {
     "interpreter": 1 << 30,
 }
 
-# Calls with one of these hold more in registers than the tiles of `TABLE` leave; they take those of `HEAVY_TABLE` where it has any.
+# Calls with one of these hold more in registers than the tiles of `TABLE` leave; they take those of `HEAVY_TABLE` where it has any, and
+# with three or more those of `HEAVIEST`.
 HEAVY = {
     FORWARD: {"mask", "bias", "dropout", "program"},
     DKDV: {"mask", "bias", "dropout", "softcap", "alibi", "window_left", "lengths", "program"},
@@ -70,7 +71,7 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
         256: Config(128, 32, 8, 2, True),
     },
     ("sm100", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(64, 128, 8, 1, True), 256: Config(32, 64, 8, 1, True)},
-    ("sm100", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 64, 8, 1, True), 256: Config(64, 32, 8, 1, True)},
+    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(128, 64, 8, 1, True), 256: Config(64, 32, 8, 1, True)},
     ("sm100", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
     ("sm100", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     ("sm100", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
@@ -88,7 +89,7 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("gfx942", 32, DQ): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
 }
 HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
-    ("sm90", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
+    ("sm90", 16, FORWARD): {64: Config(64, 64, 4, 3, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
     ("sm90", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(32, 64, 8, 2, True), 256: Config(32, 64, 8, 1, True)},
     ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
     ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(128, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
@@ -98,15 +99,23 @@ HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm80", 16, DKDV): {64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 1)},
     ("sm80", 16, DQ): {64: Config(64, 32, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 1)},
 }
+# Derivatives of programs read captured tensors again and scatter into their gradients.
+PROGRAM_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
+    ("sm90", 16, DQ): {64: Config(128, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
+    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(32, 32, 8, 1, True), 256: Config(32, 32, 8, 1, True)},
+}
+HEAVIEST = {FORWARD: Config(32, 32, 8, 2), DKDV: Config(16, 32, 8, 1), DQ: Config(32, 32, 8, 1)}
 # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
 TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DKDV, DQ, DBIAS)}
-# A bias that heads share is rare enough for one row: small tiles, which fit everywhere.
-TABLE |= {(arch, 16, DBIAS): {128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)} for arch in SHARED_LIMIT if arch != "interpreter"}
+# A bias that heads share is rare enough for one row: small tiles, which fit everywhere and leave room for a whole head dim of four inputs.
+TABLE |= {(arch, 16, DBIAS): {128: Config(32, 64, 8, 1), 256: Config(64, 32, 4, 1)} for arch in SHARED_LIMIT if arch != "interpreter"}
+TABLE["gfx942", 16, DBIAS] = {128: Config(64, 32, 4, 1), 256: Config(64, 32, 4, 1)}
 TABLE |= {(arch, 32, DBIAS): {128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1)} for arch in SHARED_LIMIT if arch != "interpreter"}
 for _bits in (16, 32):
     for _pass in (FORWARD, DKDV, DQ):
         TABLE["sm86", _bits, _pass] = TABLE["sm80", _bits, _pass]
         TABLE["sm120", _bits, _pass] = TABLE["sm80", _bits, _pass]
+TABLE["sm86", 16, FORWARD] = TABLE["sm120", 16, FORWARD] = {**TABLE["sm80", 16, FORWARD], 64: Config(128, 64, 8, 3)}
 for _pass in (FORWARD, DKDV, DQ):
     HEAVY_TABLE["sm86", 16, _pass] = HEAVY_TABLE["sm120", 16, _pass] = HEAVY_TABLE["sm80", 16, _pass]
 
@@ -123,8 +132,9 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv: int) -> int:
-    """Shared memory that a kernel takes at most: what it keeps through its loop, and every stage of what it walks."""
+def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv: int, used: frozenset[str] = frozenset()) -> int:
+    """Shared memory that a kernel takes at most: what it keeps through its loop, and every stage of what it walks; for the heavier calls
+    also the tiles of bias, mask and dropout on their way between register layouts, 6 bytes a score by measurement."""
     m, n, element = config.block_m, config.block_n, bits // 8
     keys, queries = n * (block_d + block_dv), m * (block_d + block_dv)
     if purpose == FORWARD:
@@ -135,7 +145,7 @@ def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv
         kept, walked, scores = keys, queries, m * n
     else:
         kept, walked, scores = 0, queries + keys, 0
-    return element * (kept + config.num_stages * walked + scores) + 1024
+    return element * (kept + config.num_stages * walked + scores) + (6 * m * n if used & HEAVY[purpose] else 0) + 1024
 
 
 def architecture(target: Target) -> str:
@@ -155,9 +165,10 @@ def shared_limit(target: Target) -> int:
 
 def features(t: Operands, r: Rules) -> frozenset[str]:
     """What of a call decides between the tables."""
-    given = {"mask": t.mask is not None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
+    # With tile lists a mask is read only in the few tiles that it cuts.
+    given = {"mask": t.mask is not None and t.blocks is None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
     given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
-    given["program"] = bool(r.score_mod or r.mask_mod)
+    given["program"] = bool(r.score_mod) or (bool(r.mask_mod) and t.blocks is None)
     given["lengths"] = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
     return frozenset(name for name, on in given.items() if on)
 
@@ -165,7 +176,16 @@ def features(t: Operands, r: Rules) -> frozenset[str]:
 @functools.cache
 def choose(arch: str, limit: int, bits: int, purpose: str, used: frozenset[str], block_d: int, block_dv: int) -> Config:
     """The table's config, or the first smaller one whose shared memory is within ``limit`` bytes."""
-    key = arch, bits, purpose
-    row = HEAVY_TABLE.get(key, TABLE[key]) if used & HEAVY[purpose] else TABLE[key]
-    candidates = (row[min(dim for dim in row if dim >= max(block_d, block_dv))], *SMALLER)
-    return next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, bits, purpose, block_d, block_dv) <= limit)
+    key, heavy = (arch, bits, purpose), used & HEAVY[purpose]
+    if purpose == FORWARD and arch != "sm90":
+        heavy |= used & {"window_left"}
+    row = TABLE[key]
+    if heavy:
+        row = HEAVY_TABLE.get(key, row)
+    if "program" in heavy:
+        row = PROGRAM_TABLE.get(key, row)
+    chosen = row[min(dim for dim in row if dim >= max(block_d, block_dv))]
+    if len(heavy) > 2 and bits == 16 and arch != "interpreter":
+        chosen = HEAVIEST[purpose]
+    candidates = (chosen, *SMALLER)
+    return next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, bits, purpose, block_d, block_dv, used) <= limit)

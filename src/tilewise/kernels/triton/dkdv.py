@@ -53,10 +53,9 @@ def walk_queries(
     MASKED: tl.constexpr = CUT or DENSE
     RULED: tl.constexpr = CUT or LIST_M == 0
     # A stretch at the ends has few tiles: without a pipeline it leaves registers to the stretch that matters.
-    EDGE: tl.constexpr = CUT and not DENSE and LIST_M == 0
     PACKED: tl.constexpr = q[3][2] is not None
     len_q = span[0]
-    for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if EDGE else None):
+    for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CUT else None):
         m0 = at if LIST_M == 0 else listed_start(listed, at, LIST_M, CUT)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 @triton.jit
 def walk_keys(
-    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias, listed,
+    dq, bias_rows, slope_rows, q, do, lse, rest, delta, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, keep_scale, dbias,
+    listed,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, DENSE: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
@@ -57,7 +58,8 @@ def walk_keys(
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT)  # [N, D]
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT)  # [N, DV]
         ds, s, capped = tile_gradient(
-            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if RULED else None, base2, drop, keep_scale,
+            q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if RULED else None, base2, drop,
+            keep_scale,
             SCORE_MOD, MASK_MOD if RULED else "", SCORE_GRAD, BLOCK_N, NATURAL, SANITIZE, PRECISION, CUT, MASKED)  # fmt: skip
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(ds, 1)
@@ -160,7 +162,8 @@ def attention_dq(
         if part > 0 or (window_left is not None and LIST_N == 0):
             dq, bias_rows, slope_rows = walk_keys(
                 dq, bias_rows, slope_rows, q, do, lse, rest, delta, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias,
-                mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+                mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV,
+                BLOCK_N,
                 dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
                 TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
 

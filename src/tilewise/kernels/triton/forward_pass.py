@@ -148,7 +148,8 @@ def attention_forward(
         if part > 0 or (window_left is not None and LIST_N == 0):
             acc, l, m = attend(
                 acc, l, m, q, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias, mask, base2, drop, listed,
-                SCORE_MOD, MASK_MOD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                SCORE_MOD, MASK_MOD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION,
+                part != 1)  # fmt: skip
 
     inside = offs_m < len_q
     out = acc * (keep_scale / tl.where(l == 0.0, 1.0, l))[:, None]

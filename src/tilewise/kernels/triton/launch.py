@@ -245,7 +245,7 @@ def rows_describable(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def matrix_strides(x: Tensor | None, align: int = 1) -> tuple[int | None, ...]:
-    """Strides of a bias or mask, the outer ones in units of ``align`` elements and the last None where neighbours are adjacent: known to the
+    """Strides of a bias or mask, the outer ones in units of ``align`` elements, the last None where neighbours are adjacent: known to the
     compiler, it makes reads wide."""
     b, h, m, n = broadcast_strides(x)
     return b // align, h // align, m // align, None if n == 1 else n

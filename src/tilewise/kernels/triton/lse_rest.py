@@ -83,7 +83,8 @@ def lse_rest(
             mask_tile = load_matrix(mask, offs_m, offs_n, span, False, True)
             qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
             s, _, _ = scores(
-                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True, True)  # fmt: skip
+                qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, True, True, False, True,
+                True)  # fmt: skip
             total += tl.sum(tl.exp2((s - lse[:, None]) * LOG2E), 1)
     rest = tl.where(large, tl.log2(total), 0.0)
     tl.store(rest_ptr + padded_row + offs_m, rest, mask=offs_m < rows_q)

@@ -1,6 +1,7 @@
 """The steps of attention on one tile, each a short function: what the loops of `forward_pass` and `backward_pass` are written in.
 
-A tile is CUT where a window or a length may hide pairs of it, MASKED where anything may. Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M].
+Tiles are [M, N] (queries by keys) or, TRANSPOSED, where a kernel accumulates over queries, [N, M]. A tile is CUT where a window or a
+length may hide pairs of it, MASKED where anything may.
 
 Optional features arrive as None, which Triton folds away at compile time; related arguments travel as one tuple (None: feature off):
 
@@ -109,7 +110,7 @@ def packed_tile(record_ptr):
 
 @triton.jit
 def matrix_of(ptr, b, h, stride_b, stride_h, stride_m, stride_n, ALIGN: tl.constexpr):
-    """A bias or mask at one batch item and head. As for heads, outer strides count ALIGN elements, so that rows are read 16 bytes at once."""
+    """A bias or mask at one batch item and head. As for heads, outer strides count ALIGN elements: rows are then read 16 bytes at once."""
     return ptr + (b * stride_b + h * stride_h) * ALIGN, stride_m * ALIGN, 1 if stride_n is None else stride_n
 
 
@@ -177,10 +178,7 @@ def query_tile_range(n0, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAI
         hi = tl.minimum(hi, last + window_left + 1)
         full_hi = tl.minimum(full_hi, first + window_left + 1)
     hi = tl.where(n0 < len_k, hi, lo)
-    if TAIL:
-        full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_M * BLOCK_M, full_lo)
-    else:
-        full_hi = hi
+    full_hi = tl.maximum(tl.maximum(tl.minimum(full_hi, hi), 0) // BLOCK_M * BLOCK_M, full_lo) if TAIL else hi
     return lo, full_lo, full_hi, hi
 
 
@@ -352,7 +350,8 @@ def tile_gradient(
     mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
     qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
     s, capped, raw = scores(
-        qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, CHECK_ROWS, True, False, CUT, MASKED)  # fmt: skip
+        qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, SCORE_MOD, MASK_MOD, NATURAL, CHECK_ROWS, True, False, CUT,
+        MASKED)  # fmt: skip
     if rest is not None:
         rest = rest[:, None]
     p = probabilities(s, lse[:, None], rest, base2, NATURAL)
