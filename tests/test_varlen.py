@@ -156,7 +156,7 @@ def test_a_bias_hides_what_it_does_not_cover(placing: str) -> None:
 def test_operator_checks() -> None:
     arguments = build("alibi_of_sequences")
     given = varlen.prepare_varlen(**arguments).op_arguments | {"backend": "tiled"}
-    flat = [given[name] for name in ops._FORWARD_ARGS]
+    flat = [given[name] for name in ops.FORWARD_ARGS]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.tilewise.attention_forward, flat, test_utils=tests)
     leaves = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat]

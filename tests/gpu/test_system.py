@@ -236,7 +236,7 @@ def test_opcheck(options):
         arguments = prepare(**leaves, **options).op_arguments
         # With gradients, the check of AOT dispatch differentiates max_logits too, whose gradient raises.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor") + (() if grad else ("test_aot_dispatch_dynamic",))
-        torch.library.opcheck(op, tuple(arguments[name] for name in ops._FORWARD_ARGS), test_utils=checks)
+        torch.library.opcheck(op, tuple(arguments[name] for name in ops.FORWARD_ARGS), test_utils=checks)
 
 
 @with_backward
