@@ -16,6 +16,7 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
         "they have no tangent of the backward pass": request.backward,
         "their tangents do not run score functions": bool(r.score_mod),
         "their tangents do not run mask functions": bool(r.mask_mod),
+        "their tangents do not take tile lists": t.blocks is not None,
         "their tangents do not take packed sequences": t.cu_seqlens_q is not None,
     }
     return why_no_pass(t, r, request, target) or next((reason for reason, applies in reasons.items() if applies), None)

@@ -27,6 +27,7 @@ from ..tiles import (
     key_tile_range,
     load_matrix,
     load_tile,
+    matrix_of,
     probabilities,
     scores,
     store_tile,
@@ -42,7 +43,7 @@ OWN += ["stride_tslopes_b", "stride_tslopes_h"]
 
 @triton.jit
 def score_tangent(
-    q, tq, k_tile, tk_tile, capped, tbias, tslope, offs_m, offs_n, span, rules, PRECISION: tl.constexpr
+    q, tq, k_tile, tk_tile, capped, tbias, tslope, offs_m, offs_n, span, rules, PRECISION: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
     """How the scores of a tile move, [M, N], before the mask."""
     scale, softcap, _, _ = rules
@@ -56,7 +57,7 @@ def score_tangent(
         ratio = capped / softcap
         ts *= 1.0 - ratio * ratio
     if tbias is not None:
-        ts += load_matrix(tbias, offs_m, offs_n, span, False).to(tl.float32)
+        ts += load_matrix(tbias, offs_m, offs_n, span, False, CUT).to(tl.float32)
     if tslope is not None:
         ts -= tslope * distances(offs_m, offs_n, span, False)
     return ts
@@ -66,22 +67,24 @@ def score_tangent(
 def walk_keys(
     acc, tl_sum, q, tq, lse, rest, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, base2, drop,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SANITIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to the sums of p ts and of p (ts v + tv)."""
+    MASKED: tl.constexpr = CUT or DENSE
     len_k = span[1]
     for n0 in tl.range(lo, hi, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, MASKED)  # [N, D]
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT)  # [N, D]
         tk_tile = None
         if tk is not None:
-            tk_tile = load_tile(tk, n0, len_k, BLOCK_N, BLOCK_D, D, False, MASKED)
-        bias_tile = load_matrix(bias, offs_m, offs_n, span, False)
-        mask_tile = load_matrix(mask, offs_m, offs_n, span, False)
+            tk_tile = load_tile(tk, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT)
+        bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
+        mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-        s, capped, _ = scores(qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, "", "", True, SANITIZE, True, False, MASKED)
+        s, capped, _ = scores(
+            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, "", "", True, SANITIZE, True, False, CUT, MASKED)  # fmt: skip
         p = probabilities(s, lse[:, None], rest, base2, True)
-        ts = score_tangent(q, tq, k_tile, tk_tile, capped, tbias, tslope, offs_m, offs_n, span, rules, PRECISION)
+        ts = score_tangent(q, tq, k_tile, tk_tile, capped, tbias, tslope, offs_m, offs_n, span, rules, PRECISION, CUT)
         if MASKED:
             ts = tl.where(s != NEG_INF, ts, 0.0)  # what is hidden may hold anything
         w = p * ts
@@ -90,12 +93,12 @@ def walk_keys(
             keep = dropout_keep(offs_m, n0, BLOCK_N, drop)
             w = tl.where(keep, w, 0.0)
             p = tl.where(keep, p, 0.0)
-        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, MASKED)  # [N, DV]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT)  # [N, DV]
         if MASKED and SANITIZE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(w.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
         if tv is not None:
-            tv_tile = load_tile(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, MASKED)
+            tv_tile = load_tile(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT)
             if MASKED and SANITIZE:
                 tv_tile = hide_rows(tv_tile, s != NEG_INF, 0)
             acc = tl.dot(p.to(tv_tile.dtype), tv_tile, acc, input_precision=PRECISION)
@@ -121,7 +124,8 @@ def attention_jvp(
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tangents of one tile of the output and of its LSE."""
     num_m = tl.cdiv(size_q, BLOCK_M)
@@ -148,11 +152,11 @@ def attention_jvp(
     if tv_ptr is not None:
         tv_head = (head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False), stride_tvs * ALIGN, stride_tvd, at_k)
     if bias_ptr is not None:
-        bias = (bias_ptr + b * stride_bias_b + h * stride_bias_h, stride_bias_m, 1 if stride_bias_n is None else stride_bias_n)
+        bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
     if mask_ptr is not None:
-        mask = (mask_ptr + b * stride_mask_b + h * stride_mask_h, stride_mask_m, 1 if stride_mask_n is None else stride_mask_n)
+        mask = matrix_of(mask_ptr, b, h, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, MASK_ALIGN)
     if tbias_ptr is not None:
-        tbias = (tbias_ptr + b * stride_tbias_b + h * stride_tbias_h, stride_tbias_m, 1 if stride_tbias_n is None else stride_tbias_n)
+        tbias = matrix_of(tbias_ptr, b, h, stride_tbias_b, stride_tbias_h, stride_tbias_m, stride_tbias_n, 1)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * stride_slopes_b + h * stride_slopes_h).to(tl.float32)
     if tslopes_ptr is not None:
@@ -169,12 +173,12 @@ def attention_jvp(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     tlse = tl.zeros([BLOCK_M], tl.float32)
 
-    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N, DENSE)
+    ends = key_tile_range(m0, span, BLOCK_M, BLOCK_N)
     for part in tl.static_range(3):
-        if part == 2 or (not DENSE and (part == 1 or window_left is not None)):
+        if part > 0 or window_left is not None:
             acc, tlse = walk_keys(
                 acc, tlse, q, tq, lse, rest, k_head, tk_head, v_head, tv_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SANITIZE, DENSE, PRECISION, part != 1)  # fmt: skip
 
     if tsink_ptr is not None:  # a key without a value
         exponent = (tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E
