@@ -243,7 +243,8 @@ def test_programs_and_what_they_capture(name):
         out = attention(*(leaves[key] for key in "qkv"), **PROGRAMS[name](leaves), **options)
         return out, torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype), allow_unused=True)
 
-    got, exact = answer(None, backend="triton"), answer(torch.float64, backend="reference")
+    # Gradients of captured tensors are summed in the order of arrival, which deterministic calls leave to the tiled path.
+    got, exact = answer(None, backend="triton", deterministic=False), answer(torch.float64, backend="reference")
     torch.testing.assert_close(got[0].double(), exact[0], rtol=2e-2, atol=2e-2)
     for mine, theirs in zip(got[1], exact[1], strict=True):
         if theirs is not None and mine is not None:

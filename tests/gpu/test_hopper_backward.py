@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import attention, explain
 
@@ -63,9 +65,17 @@ def test_many_heads_share_a_key_head(dim):
 
 
 def test_a_small_model_learns_the_same():
-    """200 steps of a two-layer attention model: the loss follows that of the specification's backend."""
+    """200 steps of a two-layer attention model: the loss follows the float32 path's as closely as unfused attention in the same dtype does.
+
+    Rounding grows along a training run, most where the loss falls steeply; how far is what the unfused computation shows.
+    """
+
+    def unfused(q, k, v):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
     losses = {}
-    for backend in ("hopper", "tiled"):
+    for backend in ("hopper", "tiled", "unfused"):
         torch.manual_seed(0)
         tokens = torch.randint(64, (8, 129), device="cuda")
         embedding = torch.nn.Embedding(64, 128, device="cuda")
@@ -78,7 +88,8 @@ def test_a_small_model_learns_the_same():
             x = embedding(tokens[:, :-1])
             for layer in layers:
                 q, k, v = layer(x).bfloat16().view(8, 128, 3, 2, 64).unbind(2)
-                x = x + attention(q, k, v, causal=True, backend=backend).reshape(8, 128, 128).float()
+                out = unfused(q, k, v) if backend == "unfused" else attention(q, k, v, causal=True, backend=backend)
+                x = x + out.reshape(8, 128, 128).float()
             loss = torch.nn.functional.cross_entropy(head(x).flatten(0, 1), tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -86,4 +97,5 @@ def test_a_small_model_learns_the_same():
             curve.append(loss.detach())
         losses[backend] = torch.stack(curve)
     assert losses["tiled"][-1] < 0.7 * losses["tiled"][0]
-    torch.testing.assert_close(losses["hopper"], losses["tiled"], rtol=2e-2, atol=2e-2)
+    ours, theirs = ((losses[name] - losses["tiled"]).abs().max() for name in ("hopper", "unfused"))
+    assert ours <= 1.5 * theirs + 1e-2, (ours, theirs)
