@@ -202,10 +202,14 @@ def render(text: str) -> str:
 
 
 def figure_rows() -> list[Row]:
-    """The rows of the newest results file of a GPU: what the benchmark's pictures show."""
+    """What the benchmark's pictures show: the newest results file of a GPU, and of each case that it leaves out the newest one that has it."""
     files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(RESULTS.glob("*.jsonl"))]
     files = [rows for rows in files if any(row.get("case") == "paper" for row in rows)]
-    return max(files, key=lambda rows: rows[-1].get("date") or "", default=[])
+    shown: list[Row] = []
+    for rows in reversed(sorted(files, key=lambda rows: rows[-1].get("date") or "")):
+        cases = {(row["device"], row["case"]) for row in shown}
+        shown += [row for row in rows if (row["device"], row["case"]) not in cases]
+    return shown
 
 
 def draw_figures() -> None:
