@@ -202,7 +202,7 @@ def render(text: str) -> str:
 
 
 def figure_rows() -> list[Row]:
-    """What the benchmark's pictures show: the newest results file of a GPU, and of each case that it leaves out the newest one that has it."""
+    """What the benchmark's pictures show: the newest results file of a GPU; of a case that it leaves out, the newest one that has it."""
     files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(RESULTS.glob("*.jsonl"))]
     files = [rows for rows in files if any(row.get("case") == "paper" for row in rows)]
     shown: list[Row] = []
