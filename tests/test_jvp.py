@@ -377,3 +377,11 @@ def test_the_op_itself_has_no_silent_zero() -> None:
     u = torch.randn_like(x["q"])
     expected = torch.func.jvp(lambda q: attention(q, x["k"], x["v"], causal=True, backend="reference"), (x["q"],), (u,))[1]
     torch.testing.assert_close(torch.func.jvp(f, (x["q"],), (u,))[1], expected)
+
+
+def test_auto_leaves_the_tangent_kernel_that_no_gpu_has_run() -> None:
+    x = torch.empty(1, 2, 64, 64, device="meta", dtype=torch.bfloat16)
+    call = plan.Operands(x, x, x), plan.Rules(0.125)
+    options = dict(request=plan.Request(tangent=True), target=plan.Target("cuda", (9, 0)), warn=False)
+    assert plan.select(*call, **options).backend == "tiled"
+    assert plan.select(*call, "triton", **options).backend == "triton"

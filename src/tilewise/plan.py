@@ -235,6 +235,8 @@ def select(
     declined = []
     for candidate in candidates:
         reason = why_not(candidate, t, r, request, target)
+        if reason is None and candidate == "triton" and request.tangent:
+            reason = "its tangent has been compared with the specification in the interpreter only; backend='triton' asks for it"
         if reason is None:
             break
         declined.append((candidate, reason))
