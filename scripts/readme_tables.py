@@ -121,8 +121,8 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
 def results_section(rows: list[Row]) -> str:
     """For each device its newest run of the paper grid (or of the CPU cases): speeds of every provider, and who was fastest."""
     parts = []
-    for device in dict.fromkeys(row["device"] for row in rows):
-        for case in ("paper", "cpu"):
+    for case in ("paper", "cpu"):
+        for device in dict.fromkeys(row["device"] for row in rows):
             mine = [row for row in rows if row["device"] == device and row["case"] == case]
             if mine:
                 parts.append(device_section([row for row in mine if row["run_id"] == mine[-1]["run_id"]]))
