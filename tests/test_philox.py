@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.kernels.philox import keep_mask, philox
+from tilewise.kernels.philox import in_threads, keep_mask, philox, write_keep_mask
 
 WORD = 0xFFFFFFFF
 
@@ -73,3 +73,28 @@ def test_the_share_that_is_kept() -> None:
     keep = keep_mask(torch.tensor(9), 0.3, torch.tensor(0), torch.arange(4).view(-1, 1, 1), torch.arange(256).view(-1, 1), 0, 256)
     deviation = (0.3 * 0.7 / keep.numel()) ** 0.5
     assert abs(keep.double().mean().item() - 0.7) < 4 * deviation
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_draw_the_same_mask(threads: int) -> None:
+    """Several heads and many rows, so that every thread has its share; an error in one of them reaches the caller."""
+    index = [torch.arange(n).view(shape) for n, shape in ((1, (1, 1, 1, 1)), (5, (1, -1, 1, 1)), (70, (1, 1, -1, 1)))]
+    whole = keep_mask(torch.tensor(7), 0.3, *index, 2, 90)
+    out = torch.full((1, 5, 70, 88), 9, dtype=torch.int32)
+
+    def draw(rows: slice) -> None:
+        write_keep_mask(out[:, :, rows], torch.tensor(7), 0.3, *index[:2], index[2][:, :, rows], 2, 90)
+
+    def fail(rows: slice) -> None:
+        raise ArithmeticError
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        parts = [slice(start, min(start + 16, 70)) for start in range(0, 70, 16)]
+        in_threads(draw, parts)
+        with pytest.raises(ArithmeticError):
+            in_threads(fail, parts)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out, whole.int())

@@ -7,6 +7,9 @@ function of a key (the seed) and a counter (the position), so any tile can be dr
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,13 +27,17 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
 
     The counter words are int64 tensors in [0, 2**32) that broadcast against each other; the results have the full shape.
     """
-    if seed.device.type != "cpu" or _numpy() is None:
+    if not _on_host(seed):
         return _rounds(torch, (c0, c1, c2, c3), _keys(seed), _MULTIPLIERS, _WORD, 32)
     np = _numpy()
     counter = tuple(c.numpy().view(np.uint64) for c in (c0, c1, c2, c3))
     keys = [(np.uint64(k0), np.uint64(k1)) for k0, k1 in _keys(int(seed))]
     words = _rounds(np, counter, keys, tuple(map(np.uint64, _MULTIPLIERS)), np.uint64(_WORD), np.uint64(32))
     return tuple(torch.from_numpy(word.view(np.int64)) for word in words)  # type: ignore[return-value]
+
+
+def _on_host(seed: Tensor) -> bool:
+    return seed.device.type == "cpu" and _numpy() is not None
 
 
 def _rounds(xp: Any, counter: tuple[Any, ...], keys: list[tuple[Any, Any]], multipliers: tuple[Any, ...], mask: Any, half: Any) -> Any:
@@ -87,7 +94,37 @@ def keep_mask(seed: Tensor, dropout_p: float, b: Tensor, h: Tensor, i: Tensor, s
     threshold = int(dropout_p * (1 << 32))
     words = philox(seed, quads, i, h, b)
     keep = torch.empty(*words[0].shape, 4, dtype=torch.bool, device=seed.device)
-    for n, word in enumerate(words):
-        torch.ge(word, threshold, out=keep[..., n])
+    if _on_host(seed):
+        np = _numpy()
+        for n, word in enumerate(words):
+            np.greater_equal(word.numpy(), threshold, out=keep.numpy()[..., n])
+    else:
+        for n, word in enumerate(words):
+            torch.ge(word, threshold, out=keep[..., n])
     first = start % 4
     return keep.flatten(-2)[..., first : first + stop - start]
+
+
+def write_keep_mask(out: Tensor, *args: Any) -> None:
+    """`keep_mask(*args)` as 0 and 1 in the memory of ``out``, which has its shape and an integer dtype."""
+    keep = keep_mask(*args)
+    if _on_host(args[0]):
+        out.numpy()[...] = keep.numpy()
+    else:
+        out.copy_(keep)
+
+
+def in_threads(work: Callable[[slice], None], parts: Sequence[slice]) -> None:
+    """``work(part)`` for every part, on as many threads as torch uses: NumPy, unlike torch, computes on the thread that calls it."""
+    threads = min(torch.get_num_threads(), len(parts)) if _numpy() is not None else 1
+    if threads == 1:
+        for part in parts:
+            work(part)
+    else:
+        list(_pool(os.getpid(), torch.get_num_threads()).map(work, parts))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Of this process: the threads of a parent do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="tilewise-dropout")

@@ -29,11 +29,11 @@ from .chunks import (
     program,
     query_tiles,
 )
-from .philox import keep_mask
+from .philox import in_threads, write_keep_mask
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype).view(INTEGERS[dtype]).item() for dtype in INTEGERS}
-PHILOX_STEP = 1 << 17  # probabilities whose dropout a CPU thread draws at once: the generator's integers stay in its L2 cache
+PHILOX_STEP = 1 << 17  # probabilities whose dropout one thread of a CPU draws at once: the generator's integers stay in its L2 cache
 
 # On a CPU the scores of a step stay near the caches; elsewhere a step must be long compared with the launch of a dozen kernels.
 CPU_TILES = TileSizes(block_m=256, block_n=512, scores=1 << 20)
@@ -145,12 +145,17 @@ def dropout_bits(c: Chunk, x: Tensor, i: slice, j: Keys) -> Tensor:
     assert c.t.dropout_seed is not None  # dropout_p > 0
     index, bits = indices(c, i, j), as_bits(c.buffer("keep", *x.shape))
     tile = c.per_head(bits)
-    step = PHILOX_STEP * torch.get_num_threads() if c.host else bits.numel()
-    for h in pieces(0, tile.shape[1], max(1, step // tile[:, 0].numel())):
-        h_index = index["h"][:, h]
+    seed, dropout_p = c.t.dropout_seed, c.r.dropout_p
+
+    def draw(rows: slice) -> None:
         for run, span in j.spans():
-            kept = keep_mask(c.t.dropout_seed, c.r.dropout_p, index["b"], h_index, index["q_idx"], run.start, run.stop)
-            tile[:, h, :, span] = kept
+            q_index = index["q_idx"][:, :, rows]
+            write_keep_mask(tile[:, :, rows, span], seed, dropout_p, index["b"], index["h"], q_index, run.start, run.stop)
+
+    if c.host:
+        in_threads(draw, list(pieces(0, tile.shape[2], max(1, PHILOX_STEP // tile[:, :, 0].numel()))))
+    else:
+        draw(slice(None))
     return bits.neg_()
 
 
