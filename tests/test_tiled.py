@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewise import attention
-from tilewise.kernels import chunks, tiled
+from tilewise.kernels import chunks, philox, tiled
 from tilewise.plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
 
 from .comparing import compare
@@ -35,6 +35,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host must not look at values."""
     monkeypatch.setattr(chunks, "host_reads", lambda device: False)
     monkeypatch.setattr(tiled, "host_reads", lambda device: False)
+    monkeypatch.setattr(philox, "_on_host", lambda seed: False)
 
 
 def operands(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, dim: int, dtype=torch.float64, **more: Any) -> Operands:
