@@ -69,7 +69,7 @@ SPILLS = {
     "d64 everything": (224, 28),
     "d128 softcap": (192, 56),
     "d128 alibi with its gradient": (240, 56),
-    "d128 everything": (520, 176),
+    "d128 everything": (520, 187),
     "d256 alibi": (520, 72),
     "d256 lengths": (88, 8),
     "d256 everything": (584, 88),
