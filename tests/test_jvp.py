@@ -295,7 +295,7 @@ def test_a_named_backend_without_tangents_raises() -> None:
         plan.select(t, r, "triton", request=request, target=gpu)
     assert plan.select(t, r, "hopper", request=request, target=gpu).backend == "tiled"
     plain = replace(r, score_mod="")
-    assert plan.select(t, plain, "auto", request=request, target=gpu).backend == "triton"
+    assert plan.select(t, plain, "triton", request=request, target=gpu).backend == "triton"
     assert plan.select(t, plain, "auto", request=replace(request, backward=True), target=gpu).backend == "tiled"
 
 
