@@ -48,7 +48,7 @@ class Answer:
     grads: dict[str, Tensor]
 
 
-def _run(fn, arguments, dout, dlse, leaf) -> Answer:
+def run_on_leaves(fn, arguments, dout, dlse, leaf) -> Answer:
     given = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point() and name in DIFFERENTIABLE}
     leaves = {name: leaf(x) for name, x in given.items()}
     out, lse = fn(**{**arguments, **leaves})
@@ -73,7 +73,7 @@ def reference_with_grads(arguments, dout, dlse=None, compute_dtype=torch.float64
         # a leaf in the compute dtype, so that no gradient is rounded to the input's
         return x.detach().to(compute_dtype).requires_grad_()
 
-    return _run(lambda **a: reference.attention(**a, compute_dtype=compute_dtype), arguments, dout, dlse, leaf)
+    return run_on_leaves(lambda **a: reference.attention(**a, compute_dtype=compute_dtype), arguments, dout, dlse, leaf)
 
 
 def unfused_with_grads(arguments, dout, dlse=None) -> Answer:
@@ -86,7 +86,7 @@ def unfused_with_grads(arguments, dout, dlse=None) -> Answer:
 
 def run_with_grads(fn, arguments, dout, dlse=None) -> Answer:
     """The answer of ``fn(**arguments) -> (out, lse)``."""
-    return _run(fn, arguments, dout, dlse, lambda x: x.detach().clone(memory_format=torch.preserve_format).requires_grad_())
+    return run_on_leaves(fn, arguments, dout, dlse, lambda x: x.detach().clone(memory_format=torch.preserve_format).requires_grad_())
 
 
 def assert_close_to_reference(answer: Answer, exact: Answer, unfused: Answer, factor: float = 1.5, recomputed: bool = False) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tilewise import attention_varlen, masks, reference
 
-from .helpers import DIFFERENTIABLE, Answer, run_with_grads
-from .helpers import _run as run_on_leaves
+from .helpers import DIFFERENTIABLE, Answer, run_on_leaves, run_with_grads
 
 I32 = torch.int32
 

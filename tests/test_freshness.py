@@ -85,3 +85,23 @@ def test_stale_files_are_named_with_what_to_rerun(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TILEWISE_RELEASE_CHECK", "1")
     with pytest.raises(pytest.fail.Exception, match=r"b\.jsonl was measured with sources 000000000000"):
         report(messages)
+
+
+def test_cache_page_shows_the_committed_measurements() -> None:
+    """docs/kvcache.md: useful bytes a second, time against both peers, and what pages cost, from the newest results file."""
+    page = (RESULTS.parent.parent / "docs" / "kvcache.md").read_text()
+    rows = [json.loads(line) for line in (RESULTS / "nvidia-h200-2026-11-29.jsonl").read_text().splitlines()]
+    ms: dict[tuple[str, str, str], float] = {}
+    rate: dict[str, float] = {}
+    for row in rows:
+        if row["case"] in ("decode", "paged") and row["status"] == "ok":
+            ms.setdefault((row["case"], row["label"], row["provider"]), row["ms"])
+            if (row["case"], row["provider"]) == ("decode", "tilewise"):
+                rate.setdefault(row["label"], row["tbps"])
+    assert rate
+    for label, speed in rate.items():
+        ours = ms["decode", label, "tilewise"]
+        cudnn, fa3 = (ms["decode", label, peer] / ours for peer in ("sdpa_cudnn", "fa3"))
+        paged = 100 * (ms["paged", label, "tilewise"] / ours - 1)
+        line = f"| {label.replace('x', ' × ')} | {speed:.2f} | {cudnn:.2f} | {fa3:.2f} | {paged:.1f} % slower |"
+        assert line in page, line

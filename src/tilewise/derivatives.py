@@ -301,9 +301,8 @@ class _Direct(torch.autograd.Function):
     """The forward operator without the dispatcher, which takes several times as long as the launch of a kernel. See `_unobserved`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, counts: tuple[int, ...], *flat: Any
-    ) -> Any:  # with a separate setup_context torch would inspect this signature on every call
+    def forward(ctx: Any, counts: tuple[int, ...], *flat: Any) -> Any:
+        # With a setup_context of its own torch would inspect this signature on every call.
         ctx.counts = counts
         args = dict(zip(FORWARD_ARGS, _grouped(FORWARD, counts, flat), strict=True))
         results = run_forward(args)
