@@ -6,6 +6,7 @@ spill, shared memory within the device's limit, barriers where the launcher pred
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -22,7 +23,8 @@ SCRATCH = 2048  # bytes that the compiler adds for barriers and captured argumen
 def variant(dim, dim_v=None, name=None, dtype="bf16", **rules) -> Variant:
     dim_v = dim_v or dim
     chunk, chunks = tile_columns(dim)
-    tile = TILES[name or tile_name(dim, dim_v, 1024, 1024, rules.get("right", False), False)]
+    forms = (rules.get("bias", ""), rules.get("mask", ""))
+    tile = TILES[name or tile_name(dim, dim_v, 1024, 1024, rules.get("right", False), False, *forms)]
     return Variant(tile, dtype, chunk, chunks, value_columns(dim_v), **rules)
 
 
@@ -36,11 +38,15 @@ EVERYTHING = {
     "alibi": True,
     "sink": True,
 }
+TENSORS = {"bias": "tma", "mask": "tma", "values_a_head": True}
+UNALIGNED = {"bias": "full", "bias_dtype": "fp32", "mask": "full", "values_a_head": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
     "d64 full, three consumers": variant(64, name="64 long"),
     "d192/128 causal, columns in three chunks": variant(192, 128, right=True),
     "d64 everything": variant(64, **EVERYTHING),
+    "d64 bias": variant(64, scale_first=True, bias="tma"),
+    "d128 causal mask": variant(128, right=True, mask="tma"),
 }
 REST = {
     "d64 full": variant(64),
@@ -48,6 +54,12 @@ REST = {
     "d64 full, sequential": variant(64, name="64 long sequential"),
     "d64 causal, sequential": variant(64, name="64 long sequential", right=True),
     "d64 window": variant(64, right=True, left=True),
+    "d64 float32 bias": variant(64, scale_first=True, bias="full", bias_dtype="fp32"),
+    "d64 bias of keys": variant(64, scale_first=True, bias="keys"),
+    "d64 mask": variant(64, mask="tma"),
+    "d64 causal bias and mask": variant(64, right=True, scale_first=True, **TENSORS),
+    "d64 everything and tensors": variant(64, **EVERYTHING, **TENSORS),
+    "d64 everything and unaligned tensors": variant(64, **EVERYTHING, **UNALIGNED),
     "d96 causal": variant(96, right=True),
     "d128 full": variant(128),
     "d128 causal fp16": variant(128, dtype="fp16", right=True),
@@ -56,6 +68,12 @@ REST = {
     "d128 softcap": variant(128, right=True, scale_first=True, softcap=True),
     "d128 float32 out": variant(128, store_tma=False),
     "d128 everything": variant(128, **EVERYTHING),
+    "d96 bias": variant(96, scale_first=True, bias="tma"),
+    "d128 bias": variant(128, scale_first=True, bias="tma"),
+    "d128 bias of rows": variant(128, scale_first=True, bias="rows"),
+    "d128 mask of keys": variant(128, mask="keys"),
+    "d128 everything and tensors": variant(128, **EVERYTHING, **TENSORS),
+    "d128 everything and unaligned tensors": variant(128, **EVERYTHING, **UNALIGNED),
     "d192/192 full": variant(192),
     "d256 full": variant(256),
     "d256 causal": variant(256, right=True),
@@ -69,10 +87,16 @@ SPILLS = {
     "d128 everything": 64,
     "d256 everything": 256,
     "d128 lengths": 64,
+    "d64 float32 bias": 168,
+    "d64 bias of keys": 72,
+    "d64 causal bias and mask": 32,
+    "d64 everything and tensors": 32,
+    "d64 everything and unaligned tensors": 312,
 }
 
-# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at head dim 256.
-RELOADS = {"d64 full, three consumers": 4, "d256 everything": 32}
+# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at head dim 256, and
+# for everything with 64 values of a float32 bias and 64 of a mask in flight.
+RELOADS = {"d64 full, three consumers": 4, "d256 everything": 32, "d64 everything and unaligned tensors": 52}
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
 
 
@@ -141,8 +165,9 @@ def test_rest(name):
 @pytest.mark.parametrize("dim_v", [8, 64, 72, 128, 136, 192, 256])
 @pytest.mark.parametrize("dim", [8, 64, 72, 96, 104, 128, 136, 192, 200, 256])
 def test_shared_memory_of_every_head_dim(dim, dim_v):
-    for store_tma in (True, False):
-        v = variant(dim, dim_v, store_tma=store_tma)
+    tensors = [{}, {"bias": "tma"}, {"mask": "tma"}, {"bias": "tma", "mask": "tma"}] if max(dim, dim_v) <= 128 else [{}]
+    for store_tma, forms in itertools.product((True, False), tensors):
+        v = variant(dim, dim_v, store_tma=store_tma, **forms)
         assert v.chunk * v.chunks >= dim and v.dim_v >= dim_v
         assert v.tile_bytes + SCRATCH <= SHARED_MEMORY_LIMIT
         assert v.barriers <= v.barrier_words

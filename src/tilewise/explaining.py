@@ -117,7 +117,7 @@ def explain(
         dtype=dtype,
         flops=cost.flops(problem, pass_),
         bytes=cost.least_bytes(problem, pass_),
-        extra_bytes=_extra_bytes(chosen, t, r, problem, pass_),
+        extra_bytes=_extra_bytes(chosen, t, r, request, problem),
         unfused_bytes=cost.unfused_bytes(problem, pass_),
         roofline_ms=floor.seconds * 1e3 if floor else None,
         bound=floor.bound if floor else "",
@@ -154,10 +154,10 @@ def _tiles(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Req
     return chosen.kernels().describe(t, r, request, target)
 
 
-def _extra_bytes(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, problem: cost.Problem, pass_: str) -> int:
-    if chosen.backend == "hopper" and pass_ == "bwd":
-        return cost.state_bytes(problem) + chosen.kernels().workspace_bytes(t, r)
-    return cost.extra_bytes(problem, pass_)
+def _extra_bytes(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Request, problem: cost.Problem) -> int:
+    if chosen.backend == "hopper":
+        return cost.state_bytes(problem) + chosen.kernels().workspace_bytes(t, r, request)
+    return cost.extra_bytes(problem, "bwd" if request.backward else "fwd")
 
 
 def _size(count: float) -> str:

@@ -42,16 +42,30 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
 def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
     if t.cu_seqlens_q is not None:
         return "it does not read packed sequences"
-    if t.bias is not None:
-        return "it does not read a bias"
-    if t.mask is not None:
-        return "it does not read a mask tensor"
+    for name, x in (("bias", t.bias), ("mask", t.mask)):
+        refusal = None if x is None else _unserved_matrix(name, x, t, request)
+        if refusal is not None:
+            return refusal
     if r.dropout_p > 0:
         return "it has no dropout"
     if r.score_mod or r.mask_mod:
         return "it does not run score or mask functions"
     if request.aux:
         return f"it does not return {', '.join(sorted(request.aux))}"
+    return None
+
+
+def _unserved_matrix(name: str, x: Tensor, t: Operands, request: Request) -> str | None:
+    if request.backward:
+        return f"its backward pass does not read a {name}"
+    if t.blocks is not None:
+        return f"it does not read the tile lists of a {name}"
+    if max(t.q.shape[3], t.v.shape[3]) > 128:
+        return f"it reads a {name} with head dims up to 128"
+    if x.dtype == torch.float64:
+        return f"it does not read a {name} in float64"
+    if x.shape[3] > 1 and x.stride(3) not in (0, 1):
+        return f"{name} has an inner stride of {x.stride(3)}: it needs 1"
     return None
 
 
@@ -108,14 +122,22 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
     tile = tile_of(t, r)
     shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
-    return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages"
+    copied = "; V is copied first, without what is not finite and nobody sees" if t.bias is not None or t.mask is not None else ""
+    return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages{copied}"
 
 
-def workspace_bytes(t: Operands, r: Rules) -> int:
-    """Device memory that a backward pass takes beside its gradients and what the forward pass saved: dQ in float32, two numbers a query."""
-    from .backward_launch import workspace_bytes
+def workspace_bytes(t: Operands, r: Rules, request: Request) -> int:
+    """Device memory that a pass takes beside its results and what the forward pass saved: backward, dQ in float32 and two numbers a query;
+    forward, the copy of V beside a bias or mask."""
+    if request.backward:
+        from .backward_launch import workspace_bytes
 
-    return workspace_bytes(t, r)
+        return workspace_bytes(t, r)
+    if t.bias is None and t.mask is None:
+        return 0
+    from .launch import values_a_head
+
+    return t.v.numel() * t.v.element_size() * (t.q.shape[1] // t.k.shape[1] if values_a_head(t) else 1)
 
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:

@@ -25,6 +25,7 @@ class Tile:
     consumer_registers: int  # a thread; the first consumer gets what the others leave of launch_registers
     producer_registers: int
     launch_registers: int
+    matrix_stages: int = 0  # of the ring of bias and mask tiles
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Variant:
     alibi: bool = False
     sink: bool = False
     store_tma: bool = True  # out leaves through shared memory and TMA; False: from registers
+    bias: str = ""  # the form of a bias, see `matrices`
+    bias_dtype: str = "bf16"
+    mask: str = ""
+    values_a_head: bool = False  # every query head has V tiles of its own, in which what it alone does not see is cleared
 
     @property
     def block_m(self) -> int:
@@ -78,7 +83,7 @@ class Variant:
     @property
     def may_be_empty(self) -> bool:
         """Whether a row may see no key in a block that is visited."""
-        return self.positional or self.lengths_k
+        return self.positional or self.lengths_k or self.bias != "" or self.mask != ""
 
     @property
     def longest_first(self) -> bool:
@@ -122,8 +127,16 @@ class Variant:
         return self.next_empty + 2
 
     @property
-    def barriers(self) -> int:
+    def matrix_full(self) -> int:
         return self.next_slot + 2
+
+    @property
+    def matrix_empty(self) -> int:
+        return self.matrix_full + self.matrix_stages
+
+    @property
+    def barriers(self) -> int:
+        return self.matrix_empty + self.matrix_stages
 
     @property
     def barrier_words(self) -> int:
@@ -151,6 +164,23 @@ class Variant:
         return ROWS * self.dim_v * 2
 
     @property
+    def matrix_stages(self) -> int:
+        return self.tile.matrix_stages if "tma" in (self.bias, self.mask) else 0
+
+    @property
+    def matrix_bytes(self) -> int:
+        """One warp group's tiles of a bias and a mask in one stage."""
+        return ROWS * self.block_n * (2 * (self.bias == "tma") + (self.mask == "tma"))
+
+    @property
+    def bias_ring(self) -> int:
+        return 2 * self.warpgroups * self.matrix_stages * ROWS * self.block_n if self.bias == "tma" else 0
+
+    @property
+    def mask_ring(self) -> int:
+        return self.warpgroups * self.matrix_stages * ROWS * self.block_n if self.mask == "tma" else 0
+
+    @property
     def q_swizzle(self) -> int:
         return min(128, 2 * self.chunk)
 
@@ -165,22 +195,24 @@ class Variant:
 
     @property
     def tile_bytes(self) -> int:
-        """Shared memory of the tiles; Q, K, V, O in this order, barriers behind them."""
+        """Shared memory of the tiles, barriers behind them."""
         q = self.warpgroups * self.q_stages * self.chunks * self.q_bytes
         k = self.stages * self.chunks * self.k_bytes
         v = self.stages * self.v_bytes
-        return q + k + v + (self.warpgroups * self.out_bytes if self.own_out_buffer else 0)
+        return q + k + v + self.bias_ring + self.mask_ring + (self.warpgroups * self.out_bytes if self.own_out_buffer else 0)
 
 
 _TWO = {"warpgroups": 2, "consumer_registers": 232, "producer_registers": 40, "launch_registers": 168}
 _THREE = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, "launch_registers": 128}
 
 TILES = {
-    "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, **_TWO),
+    "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
+    "64 bias": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
     "64 long": Tile(block_n=128, stages=2, ping_pong=False, overlap=True, cross_tile=True, **_THREE),
     "64 long sequential": Tile(block_n=128, stages=2, ping_pong=False, overlap=False, cross_tile=False, **_THREE),
     "128": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, **_TWO),
     "192": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
+    "128 matrix": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
     "256": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
 }
 
@@ -203,21 +235,25 @@ def value_columns(head_dim_v: int) -> int:
     return 64 if head_dim_v <= 64 else 128 if head_dim_v <= 128 else 256
 
 
-def tile_name(head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, plain: bool) -> str:
-    """The tile that serves a call. `plain`: no mask but causal, no score transformation.
+def tile_name(
+    head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, plain: bool, bias: str = "", mask: str = ""
+) -> str:
+    """The tile that serves a call. `plain`: no mask but causal, no score transformation. `bias` and `mask`: the forms of such tensors.
 
     Three consumers of head dim 64 need long sequences to fill their 192 rows and have 80 registers fewer each, so that they only
     take calls without further features.
     """
     widest = max(head_dim, head_dim_v)
     if widest <= 64:
+        if bias == "tma":
+            return "64 bias"
         if plain and seqlen_q >= 3072 and not causal:
             return "64 long"
         if plain and seqlen_q >= 8192:
             return "64 long sequential"
         return "64"
     if widest <= 128:
-        return "128"
+        return "128 matrix" if bias or mask else "128"
     if head_dim <= 192 and head_dim_v <= 128:
         return "192"
     return "256"

@@ -15,10 +15,13 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 | k_empty, v_empty | every consumer, behind the wgmma wait that ends the reading | producer |
 | next_full | producer: the next tile's number is written | every consumer warp |
 | next_empty | every consumer warp: it is read | producer |
+| matrix_full | TMA: tiles of a bias or mask | every consumer |
+| matrix_empty | every consumer warp: it is in registers | producer |
 """
 
 from .barriers import (
     arrive,
+    arrive_each_warp,
     arrive_if,
     clear_rows,
     collect,
@@ -55,6 +58,7 @@ from .gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .matrices import Matrix, add_bias, broadcast_coordinate, load_matrix
 from .walk import (
     Problem,
     columns,
@@ -82,14 +86,18 @@ class Buffers:
     k: memdesc_type  # [stages * chunks, 1, 1, block_n, chunk]
     v: memdesc_type  # [stages, 1, 1, block_n, dim_v]
     o: memdesc_type  # [.., 1, 1, 64, dim_v]
+    bias: memdesc_type  # [matrix_stages * warpgroups, 1, 1, 64, block_n], where TMA brings it
+    mask: memdesc_type  # likewise
     barriers: memdesc_type
 
     @constexpr_function
-    def __init__(self, q, k, v, o, barriers):
+    def __init__(self, q, k, v, o, bias, mask, barriers):
         self.q = q
         self.k = k
         self.v = v
         self.o = o
+        self.bias = bias
+        self.mask = mask
         self.barriers = barriers
 
 
@@ -99,13 +107,17 @@ class Descriptors:
     k: descriptor_type
     v: descriptor_type
     o: descriptor_type
+    bias: descriptor_type
+    mask: descriptor_type
 
     @constexpr_function
-    def __init__(self, q, k, v, o):
+    def __init__(self, q, k, v, o, bias, mask):
         self.q = q
         self.k = k
         self.v = v
         self.o = o
+        self.bias = bias
+        self.mask = mask
 
 
 # ---------------------------------------------------------------------------------------------------------------- producer
@@ -146,7 +158,30 @@ def load_values(C: gl.constexpr, p, desc, mem, base, tile, block, count):
     full = mem.barriers.index(C.v_full + stage)
     expect_bytes(full, C.v_bytes)
     batch, head, row, column = key_coordinates(C, p, tile, block, 0)
+    if C.values_a_head:
+        _, head = split_head(p, tile.batch_head)
     tma_load(desc.v, [batch, head, row, column], full, mem.v.index(stage))
+
+
+@jit
+def load_matrix_tiles(C: gl.constexpr, p, desc, mem, base, tile, block, count):
+    """The tiles of a bias and a mask tensor that meet a block of keys, those of all consumers at once."""
+    WARPGROUPS: gl.constexpr = C.warpgroups
+    stage = stage_of(count, C.matrix_stages)
+    wait(base + 8 * (C.matrix_empty + stage), phase_of(count, C.matrix_stages) ^ 1)
+    full = mem.barriers.index(C.matrix_full + stage)
+    expect_bytes(full, C.matrix_bytes * C.warpgroups)
+    batch, head = split_head(p, tile.batch_head)
+    key = tile.origin + block * C.block_n
+    for w in gl.static_range(WARPGROUPS):
+        slot = stage * C.warpgroups + w
+        row = tile.row + 64 * w
+        if C.bias == "tma":
+            at = [broadcast_coordinate(batch, p.bias.stride_b), broadcast_coordinate(head, p.bias.stride_h), row, key]
+            tma_load(desc.bias, at, full, mem.bias.index(slot))
+        if C.mask == "tma":
+            at = [broadcast_coordinate(batch, p.mask.stride_b), broadcast_coordinate(head, p.mask.stride_h), row, key]
+            tma_load(desc.mask, at, full, mem.mask.index(slot))
 
 
 @jit
@@ -162,12 +197,16 @@ def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         number = draw_tile(p.counter_ptr, done) + programs
         load_queries(C, p, desc, mem, base, tile, done)
         load_keys(C, p, desc, mem, base, tile, tile.last_block, loaded)
+        if C.matrix_stages:
+            load_matrix_tiles(C, p, desc, mem, base, tile, tile.last_block, loaded)
         slot = done & 1
         wait(base + 8 * (C.next_empty + slot), ((done >> 1) & 1) ^ 1)
         publish(base + 8 * (C.next_slot + slot), base + 8 * (C.next_full + slot), number)
         for j in range(tile.blocks - 1):
             load_keys(C, p, desc, mem, base, tile, tile.last_block - 1 - j, loaded + 1)
             load_values(C, p, desc, mem, base, tile, tile.last_block - j, loaded)
+            if C.matrix_stages:
+                load_matrix_tiles(C, p, desc, mem, base, tile, tile.last_block - 1 - j, loaded + 1)
             loaded += 1
         load_values(C, p, desc, mem, base, tile, tile.last_block - tile.blocks + 1, loaded)
         loaded += 1
@@ -208,7 +247,40 @@ def reciprocal(x):
 
 
 @jit
-def score(C: gl.constexpr, p, tile, block, row, slope, s):
+def matrices(C: gl.constexpr, p, mem, base, tile, block, row, count, layout: gl.constexpr, WARPGROUP: gl.constexpr):
+    """(bias, mask) of the scores of one block, as they are stored. Read before the wait for the scores, whose product hides it."""
+    BIAS: gl.constexpr = C.bias
+    MASK: gl.constexpr = C.mask
+    BLOCK_N: gl.constexpr = C.block_n
+    bias, mask = 0, 0
+    stage = 0
+    if C.matrix_stages:
+        stage = stage_of(count, C.matrix_stages)
+        wait(base + 8 * (C.matrix_full + stage), phase_of(count, C.matrix_stages))
+    slot = stage * C.warpgroups + WARPGROUP
+    batch, head = split_head(p, tile.batch_head)
+    rows = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
+    keys = (tile.origin + block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+    if BIAS == "tma":
+        bias = mem.bias.index(slot).reshape([64, BLOCK_N]).load(layout)
+    elif BIAS != "":
+        bias = load_matrix(BIAS, p.bias, batch, head, rows, p.seqlen_q, keys, p.seqlen_k)
+    if MASK == "tma":
+        mask = mem.mask.index(slot).reshape([64, BLOCK_N]).load(layout)
+    elif MASK != "":
+        mask = load_matrix(MASK, p.mask, batch, head, rows, p.seqlen_q, keys, p.seqlen_k)
+    return bias, mask
+
+
+@jit
+def release_matrices(C: gl.constexpr, base, count):
+    """Behind their use: before, the fence would hold up the products that are about to be issued."""
+    if C.matrix_stages:
+        arrive_each_warp(base + 8 * (C.matrix_empty + stage_of(count, C.matrix_stages)))
+
+
+@jit
+def score(C: gl.constexpr, p, tile, block, row, slope, bias, mask, s):
     """The rules between QK^T and softmax, on one block. s [64, block_n] comes as the plain product."""
     if C.scale_first:
         s = s * p.scale
@@ -221,6 +293,10 @@ def score(C: gl.constexpr, p, tile, block, row, slope, s):
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
         position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
         s = s - slope * gl.abs(position - constant.to(gl.float32))
+    if C.bias != "":
+        s = add_bias(s, bias)
+    if C.mask != "":
+        s = gl.where(mask != 0, s, float("-inf"))
     return s
 
 
@@ -245,17 +321,24 @@ def exponents(C: gl.constexpr, p, s, m_i):
 
     A multiply-add each. Past 2^27 the rounded product m_i * exp_scale would shift a whole row by more than an exponential can hold; there a
     power of two not below exp_scale stands in for it, whose product is exact: scores that differ at all differ by so much that only those
-    equal to the maximum count.
+    equal to the maximum count. A bias may be as large as float32 allows: far out 1 takes the place of the power, and nothing overflows.
     """
     bits = p.exp_scale.to(gl.int32, bitcast=True)
     power_of_two = ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+    if C.bias != "":
+        power_of_two = gl.where(gl.maximum(m_i, -m_i) > 1e19, 1.0, power_of_two)
     offset = m_i * p.exp_scale
-    huge = gl.maximum(offset, -offset) > 134217728.0
+    huge = is_huge(offset)
     unit = gl.where(huge, power_of_two, p.exp_scale)
     offset = gl.where(huge, m_i * power_of_two, offset)
     if C.may_be_empty:
         offset = gl.where(m_i == float("-inf"), 0.0, offset)
     return s * unit[:, None] - offset[:, None]
+
+
+@jit
+def is_huge(offset):
+    return gl.maximum(offset, -offset) > 134217728.0
 
 
 @jit
@@ -275,7 +358,12 @@ def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
     """
     m_block = row_maxima(s)
     grows = m_block > m_i
-    alpha = gl.exp2(gl.where(grows, (m_i - m_block) * p.exp_scale, 0.0))
+    change = (m_i - m_block) * p.exp_scale
+    if C.bias != "":
+        # A bias may be far larger than what its values differ by: as in the exponents, products are rounded before they are subtracted.
+        offset = m_block * p.exp_scale
+        change = gl.where(is_huge(offset), change, m_i * p.exp_scale - offset)
+    alpha = gl.exp2(gl.where(grows, change, 0.0))
     m_i = gl.where(grows, m_block, m_i)
     probability = gl.exp2(exponents(C, p, s, m_i))
     block_sum = partial_row_sums(probability)
@@ -319,6 +407,9 @@ def attend_block(
     k_stage = stage_of(count + 1, C.stages)
     phase = phase_of(count + 1, C.stages)
     wait(base + 8 * (C.k_full + k_stage), phase)
+    BLOCK_N: gl.constexpr = C.block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    bias, mask = matrices(C, p, mem, base, tile, block, row, count + 1, layout, WARPGROUP)
     if C.tile.ping_pong:
         take_turn(8 + WARPGROUP, 256, count)
     if C.tile.overlap:
@@ -336,7 +427,8 @@ def attend_block(
         s, acc, prob = warpgroup_mma_wait(0, deps=[s_future, acc_future, prob])
         arrive(base + 8 * (C.k_empty + k_stage), thread)
         arrive(base + 8 * (C.v_empty + v_stage), thread)
-    s = score(C, p, tile, block, row, slope, s)
+    s = score(C, p, tile, block, row, slope, bias, mask, s)
+    release_matrices(C, base, count + 1)
     if C.positional:  # noqa: SIM102 (a constant branch around one on the device)
         if needs_mask(C, block, plain_first, plain_end):
             s = mask_scores(C, p, tile, block, row, s)
@@ -358,12 +450,18 @@ def denominator(C: gl.constexpr, p, tile, m_i, l_i):
         _, head = split_head(p, tile.batch_head)
         sink_log2 = gl.load(p.sink_ptr + head).to(gl.float32) * LOG2_E
         m_log2 = m_i * p.exp_scale
+        if C.bias != "":
+            m_log2 = gl.where(is_huge(m_log2), gl.minimum(m_log2, 3e38), m_log2)
         top = gl.maximum(m_log2, sink_log2)
         shift = gl.where(top == float("-inf"), 0.0, top)
         weight = gl.exp2(m_log2 - shift)
         total = l_i * weight + gl.exp2(sink_log2 - shift)
         factor = weight / total
         lse = (shift + gl.log2(total)) * LN_2
+    elif C.bias != "":
+        factor = 1.0 / l_i
+        m_log2 = m_i * p.exp_scale
+        lse = gl.where(is_huge(m_log2), m_i + gl.log2(l_i) * LN_2, (m_log2 + gl.log2(l_i)) * LN_2)
     else:
         factor = 1.0 / l_i
         lse = (m_i * p.exp_scale + gl.log2(l_i)) * LN_2
@@ -450,7 +548,9 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
             batch, head = split_head(p, tile.batch_head)
             slope = gl.load(p.slopes_ptr + batch * p.stride_slopes + head).to(gl.float32)
         # The scores of the first block were computed at the end of the tile before.
-        s = score(C, p, tile, tile.last_block, row, slope, s)
+        bias, mask = matrices(C, p, mem, base, tile, tile.last_block, row, count, s_layout, WARPGROUP)
+        s = score(C, p, tile, tile.last_block, row, slope, bias, mask, s)
+        release_matrices(C, base, count)
         plain_first, plain_end = plain_blocks(C, p, tile, row)
         if needs_mask(C, tile.last_block, plain_first, plain_end):
             s = mask_scores(C, p, tile, tile.last_block, row, s)
@@ -551,8 +651,14 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_out_b",
         "stride_out_h",
         "stride_out_s",
+        "stride_bias_b",
+        "stride_bias_h",
+        "stride_bias_m",
+        "stride_mask_b",
+        "stride_mask_h",
+        "stride_mask_m",
     ],
-    do_not_specialize_on_alignment=["out_ptr", "lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "sink_ptr"],
+    do_not_specialize_on_alignment=["out_ptr", "lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "sink_ptr", "bias_ptr", "mask_ptr"],
 )
 def attention_forward(
     q_desc,
@@ -584,6 +690,16 @@ def attention_forward(
     stride_out_b,
     stride_out_h,
     stride_out_s,
+    bias_desc,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    mask_desc,
+    mask_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -605,6 +721,15 @@ def attention_forward(
         o = reinterpret(q, o_desc.dtype, [O_TILES, 1, 1, 64, DIM_V], o_desc.layout)
     else:
         o = q
+    bias, mask = q, q
+    bias_tiles, mask_tiles = v_desc, v_desc
+    MATRIX_TILES: gl.constexpr = C.matrix_stages * C.warpgroups
+    if C.bias == "tma":
+        bias = gl.allocate_shared_memory(bias_desc.dtype, [MATRIX_TILES, 1, 1, 64, BLOCK_N], bias_desc.layout)
+        bias_tiles = bias_desc
+    if C.mask == "tma":
+        mask = gl.allocate_shared_memory(mask_desc.dtype, [MATRIX_TILES, 1, 1, 64, BLOCK_N], mask_desc.layout)
+        mask_tiles = mask_desc
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BarrierLayout())
     for w in gl.static_range(C.warpgroups * C.q_stages):
         barrier_init(barriers.index(C.q_full + w), count=1)
@@ -617,13 +742,17 @@ def attention_forward(
     for s in gl.static_range(2):
         barrier_init(barriers.index(C.next_full + s), count=1)
         barrier_init(barriers.index(C.next_empty + s), count=4 * C.warpgroups)
+    MATRIX_STAGES: gl.constexpr = C.matrix_stages
+    for s in gl.static_range(MATRIX_STAGES):
+        barrier_init(barriers.index(C.matrix_full + s), count=1)
+        barrier_init(barriers.index(C.matrix_empty + s), count=4 * C.warpgroups)
     if C.lengths_k:
         mark = reinterpret(v.index(0), gl.int64, [1], BarrierLayout())
         barrier_init(mark, count=V_MARK)
         barrier_invalidate(mark)
     fence_async_shared()
-    desc = Descriptors(q_desc, k_desc, v_desc, o_desc)
-    mem = Buffers(q, k, v, o, barriers)
+    desc = Descriptors(q_desc, k_desc, v_desc, o_desc, bias_tiles, mask_tiles)
+    mem = Buffers(q, k, v, o, bias, mask, barriers)
     p = Problem(
         lse_ptr,
         out_ptr,
@@ -650,6 +779,8 @@ def attention_forward(
         stride_out_b,
         stride_out_h,
         stride_out_s,
+        Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
+        Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
     )
     if C.warpgroups == 2:
         warp_specialize(

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ...plan import Operands, Outputs, Rules
+from ..triton.launch import as_bytes, broadcast_strides
 from . import tma_refusal
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
+from .hidden import finite_copy
 
 L2_BYTES = 32 * 1024 * 1024  # of the 50 MB: what K and V of concurrently running heads may take
 LOG2_E = 1.4426950408889634
@@ -45,6 +47,7 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
     def tiled(rows: int, columns: int, swizzle: int) -> str:
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {columns}],{shared_layout(swizzle, 4)!r}>"
 
+    bias, mask = (matrix_type(dtype, 64, variant.block_n) for dtype in (variant.bias_dtype, "u8"))
     special = {
         "q_desc": tiled(64, variant.chunk, variant.q_swizzle),
         "k_desc": tiled(variant.block_n, variant.chunk, variant.q_swizzle),
@@ -57,16 +60,27 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
         "lengths_k_ptr": "*i32",
         "slopes_ptr": f"*{slopes}",
         "sink_ptr": f"*{sink}",
+        "bias_desc": bias if variant.bias == "tma" else "constexpr",
+        "bias_ptr": f"*{variant.bias_dtype}",
+        "mask_desc": mask if variant.mask == "tma" else "constexpr",
+        "mask_ptr": "*u8",
         "scale": "fp32",
         "exp_scale": "fp32",
         "softcap": "fp32",
         "stride_out_b": "i64",
         "stride_out_h": "i64",
         "stride_out_s": "i64",
+        **{f"stride_{name}_{dim}": "i64" for name in ("bias", "mask") for dim in "bhm"},
         "C": "constexpr",
         "A": "constexpr",
     }
     return {name: special.get(name, "i32") for name in attention_forward.arg_names}
+
+
+def matrix_type(dtype: str, rows: int, keys: int) -> str:
+    """The Triton type of a descriptor of bias or mask tiles."""
+    size = 1 if dtype == "u8" else 2
+    return f"tensordesc<{dtype}[1, 1, {rows}, {keys}],{shared_layout(min(128, size * keys), 4, 8 * size)!r}>"
 
 
 def _barrier_offsets(ptx: str) -> dict[int, list[int]]:
@@ -95,18 +109,20 @@ def predicted_addresses(variant: Variant) -> Addresses:
     q = variant.warpgroups * variant.q_stages * variant.chunks * variant.q_bytes
     k = variant.stages * variant.chunks * variant.k_bytes
     v = variant.stages * variant.v_bytes
-    return Addresses(variant.tile_bytes, sum(x for x in (q, k) if x >= v) if variant.lengths_k else 0)
+    before = sum(x for x in (q, k) if x >= v) + sum(x for x in (variant.bias_ring, variant.mask_ring) if x > v)
+    return Addresses(variant.tile_bytes, before if variant.lengths_k else 0)
 
 
 def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addresses]:
     """Compile a variant. The offsets that its raw PTX uses are compared with where the compiler put things, and corrected once."""
     types = signature(variant, out, slopes, sink)
+    absent = {name: None for name in ("bias_desc", "mask_desc") if types[name] == "constexpr"}
     addresses = predicted_addresses(variant)
     for _ in range(2):
         kernel = compile_kernel(
             attention_forward,
             types,
-            {"C": variant, "A": addresses},
+            {"C": variant, "A": addresses, **absent},
             num_warps=4,
             maxnreg=variant.tile.launch_registers,
         )
@@ -117,12 +133,42 @@ def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addr
     raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
 
 
+def form_of(x: Tensor | None) -> str:
+    """How the kernels read a bias or mask of rank 4, one of the forms in `matrices`."""
+    if x is None:
+        return ""
+    return _form(x.shape, x.stride(), 1 if x.dtype == torch.bool else x.element_size(), x.device.type == "meta" or x.data_ptr() % 16 == 0)
+
+
+@lru_cache(maxsize=4096)
+def _form(shape: tuple[int, ...], stride: tuple[int, ...], element: int, aligned: bool) -> str:
+    *outer, rows, keys = sizes_used(shape, stride)
+    if rows == 1 or keys == 1:
+        return "keys" if keys > 1 else "rows" if rows > 1 else "one"
+    steps = (step * element for size, step in zip((*outer, rows), stride, strict=False) if size > 1)
+    by_tma = element <= 2 and aligned and all(step % 16 == 0 and step < 1 << 40 for step in steps)
+    return "tma" if by_tma else "full"
+
+
+@lru_cache(maxsize=4096)
+def sizes_used(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes, with 1 for a dimension that is broadcast, by its size or its stride."""
+    return tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+
+
+def values_a_head(t: Operands) -> bool:
+    """Whether a bias or mask may hide a value from some of the query heads that share it."""
+    return t.q.shape[1] != t.k.shape[1] and any(x is not None and sizes_used(x.shape, x.stride())[1] > 1 for x in (t.bias, t.mask))
+
+
 def tile_of(t: Operands, r: Rules) -> Tile:
     """The tile that serves a call, by its shape and rules."""
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
     lengths = t.seqused_q is not None or t.seqused_k is not None
-    plain = not (r.window_left >= 0 or transforms or lengths or t.sink is not None) and r.window_right <= 0
-    return TILES[tile_name(t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2], r.window_right >= 0, plain)]
+    matrices = t.bias is not None or t.mask is not None
+    plain = not (r.window_left >= 0 or transforms or lengths or matrices or t.sink is not None) and r.window_right <= 0
+    sizes = (t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2])
+    return TILES[tile_name(*sizes, r.window_right >= 0, plain, form_of(t.bias), form_of(t.mask))]
 
 
 def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
@@ -138,11 +184,15 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
         left=r.window_left >= 0,
         lengths_q=t.seqused_q is not None,
         lengths_k=t.seqused_k is not None,
-        scale_first=r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None,
+        scale_first=r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None or t.bias is not None,
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         sink=t.sink is not None,
         store_tma=out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
+        bias=form_of(t.bias),
+        bias_dtype="bf16" if t.bias is None else _DTYPES[t.bias.dtype],
+        mask=form_of(t.mask),
+        values_a_head=values_a_head(t),
     )
 
 
@@ -168,6 +218,10 @@ def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
         None if sink is None else sink.dtype,
         out.out.dtype,
         tma_refusal(out.out) is None,
+        form_of(t.bias),
+        None if t.bias is None else t.bias.dtype,
+        form_of(t.mask),
+        values_a_head(t),
         t.q.device.index,
     )
     found = _programs.get(key)
@@ -188,6 +242,18 @@ def descriptor(x: Tensor) -> Descriptor:
     shape = x.shape
     b, h, s, _ = x.stride()
     return Descriptor(x, [*shape], [b if shape[0] > 1 else 8, h if shape[1] > 1 else 8, s if shape[2] > 1 else 8, 1])
+
+
+def matrix_arguments(x: Tensor | None, form: str, pointer: int) -> tuple[Any, ...]:
+    """The descriptor, address and (batch, head, query) strides of a bias or mask."""
+    if x is None:
+        return None, pointer, 0, 0, 0
+    steps = broadcast_strides(x)[:3]
+    if form != "tma":
+        return None, x.data_ptr(), *steps
+    # In a dimension that is broadcast every index is 0, and its stride only has to be legal.
+    b, h, m, n = sizes_used(x.shape, x.stride())
+    return Descriptor(as_bytes(x), [b, h, m, n], [steps[0] or 16, steps[1] or 16, steps[2], 1]), x.data_ptr(), *steps
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -230,6 +296,8 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     slopes, sink = t.alibi_slopes, t.sink
     prepared = program_for(t, r, out)
     variant = prepared.variant
+    if variant.bias or variant.mask:
+        v = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k)
     q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
     o_desc = descriptor(out.out) if variant.store_tma else v_desc
     row_blocks = -(-seqlen_q // variant.block_m)
@@ -266,6 +334,8 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
         v.shape[3],
         *out.out.stride()[:3],
+        *matrix_arguments(t.bias, variant.bias, pointer),
+        *matrix_arguments(t.mask, variant.mask, pointer),
         variant,
         prepared.addresses,
     )

@@ -6,6 +6,7 @@ blocks only through this file: another way of finding them (a packed-sequence ma
 
 from .barriers import pinned, uniform
 from .gluon_api import aggregate, constexpr_function, gl, jit
+from .matrices import Matrix
 
 
 @aggregate
@@ -37,6 +38,8 @@ class Problem:
     stride_out_b: gl.tensor
     stride_out_h: gl.tensor
     stride_out_s: gl.tensor
+    bias: Matrix
+    mask: Matrix
 
     @constexpr_function
     def __init__(
@@ -66,6 +69,8 @@ class Problem:
         stride_out_b,
         stride_out_h,
         stride_out_s,
+        bias,
+        mask,
     ):
         self.lse_ptr = lse_ptr
         self.out_ptr = out_ptr
@@ -92,6 +97,8 @@ class Problem:
         self.stride_out_b = stride_out_b
         self.stride_out_h = stride_out_h
         self.stride_out_s = stride_out_s
+        self.bias = bias
+        self.mask = mask
 
 
 @jit
@@ -123,6 +130,8 @@ def in_every_warp(p):
         p.stride_out_b,
         p.stride_out_h,
         p.stride_out_s,
+        p.bias,
+        p.mask,
     )
 
 
@@ -192,6 +201,8 @@ def find_tile(C: gl.constexpr, p, number):
     if C.left:
         # Keys that are too far left for every query are never loaded: hidden V rows would meet P as 0 * NaN.
         origin = gl.maximum(shift - p.window_left, 0)
+        if C.matrix_stages:
+            origin = origin & -16  # TMA starts reading a row of a bias or mask at multiples of 16 bytes; `copy_finite` clears such values
         shift = shift - origin
         length_k = length_k - origin
     end = length_k
