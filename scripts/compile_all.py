@@ -33,7 +33,8 @@ TARGETS = {
     "sm120": ("cuda", 120, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient", "schedule", "sum_rows", "attention_jvp")
+KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient", "schedule", "sum_rows")
+KERNELS += ("find_nonfinite", "attention_jvp")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
 FEATURES = (
     "plain",
@@ -50,6 +51,7 @@ FEATURES = (
     "program",
     "packed",
     "lists",
+    "hidden",
     "everything",
 )
 
@@ -103,7 +105,7 @@ def kernels_package(source: Path = SOURCES):
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, lse_rest, packed, row_terms
+    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, finite, forward_pass, lse_rest, packed, row_terms
     from tilewise.kernels.triton.tangents import forward as tangents
 
     return configs, {
@@ -115,6 +117,7 @@ def kernels_package(source: Path = SOURCES):
         "bias_gradient": bias_gradient.bias_gradient,
         "schedule": packed.schedule,
         "sum_rows": packed.sum_rows,
+        "find_nonfinite": finite.find_nonfinite,
         "attention_jvp": tangents.attention_jvp,
     }
 
@@ -158,7 +161,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "TMA": tma,
         "TMA_DO": tma,
         "NATURAL": natural,
-        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists"),
+        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists", "hidden"),
+        "HIDE": case.has("hidden"),
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
         "BLOCK": 128,
@@ -207,6 +211,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "tsink_ptr": "*fp32" if case.has("sink") else None,
         "captured_ptr": CAPTURED if case.has("program") else None,
         "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
+        "nonfinite_ptr": "*i32",
         "lists_ptr": ("*i32", "*i32", "*i32", "*i32", "*i64") if case.has("lists") else None,
         "list_sizes": ("i64",) * 6 if case.has("lists") else None,
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,

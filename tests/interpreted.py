@@ -30,8 +30,10 @@ HALF_CHOICES = CHOICES[::5]
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    """The kernels decline the CPU; here they are meant to run on it. NumPy warns where a GPU computes infinities in silence."""
+    """The kernels decline the CPU; here they are meant to run on it, small calls as large ones do, which first ask whether hidden values
+    can show. NumPy warns where a GPU computes infinities in silence."""
     monkeypatch.setattr(kernels, "why_not", lambda *_: None)
+    monkeypatch.setattr("tilewise.kernels.triton.finite.LEAST_WORK", 0)
     with np.errstate(all="ignore"):
         yield
 
@@ -286,11 +288,15 @@ HIDDEN = {
     "bias": (hidden_nan(bias=torch.where(torch.arange(70) % 3 != 1, 0.0, -torch.inf)), slice(0), slice(1, None, 3)),
     "lengths": (hidden_nan(seqused_q=lengths(33), seqused_k=lengths(41)), slice(33, None), slice(41, None)),
     "window": (hidden_nan(window_size=(9, 5)), slice(0), slice(0, 20)),
+    "softcap": (hidden_nan(mask=torch.arange(70) % 3 != 1, softcap=2.0), slice(0), slice(1, None, 3)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", sliced(list(HIDDEN)))
-def test_hidden_values_reach_nothing(how):
+@pytest.mark.parametrize("how,asked", sliced([(how, True) for how in HIDDEN] + [("mask", False), ("lengths", False)]))
+def test_hidden_values_reach_nothing(how, asked, monkeypatch):
+    """Where the flag says that there is something to hide, and where a small call hides without asking."""
+    if not asked:
+        monkeypatch.setattr("tilewise.kernels.triton.finite.LEAST_WORK", 1 << 40)
     arguments, queries, keys = HIDDEN[how]
     spoiled = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     spoiled["k"][:, keys], spoiled["v"][:, keys], spoiled["q"][:, queries] = float("nan"), float("inf"), float("nan")
@@ -302,6 +308,35 @@ def test_hidden_values_reach_nothing(how):
     )
     for one, other in zip((clean.out, clean.lse, *clean.grads.values()), (got.out, got.lse, *got.grads.values()), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", sliced([torch.float16, torch.bfloat16, torch.float32]), ids=str)
+def test_the_flag_finds_every_value_that_is_not_finite(dtype):
+    from tilewise.kernels.triton.finite import nonfinite_flag
+
+    largest = torch.finfo(dtype).max
+    wide = torch.full((2, 70, 2, 2 * 33), float("nan"), dtype=dtype)
+    x = wide[..., ::2].transpose(1, 2)  # what lies between the elements is not read
+    x.copy_(torch.randn(x.shape) * 1e-3 + largest)
+    clean = torch.zeros(1, 1, 5, 16, dtype=dtype)
+    assert x.isfinite().all() and nonfinite_flag(x, clean).tolist() == [0] and nonfinite_flag(x[:, :, :0]).tolist() == [0]
+    for value, place in ((float("nan"), (1, 1, 69, 32)), (float("inf"), (0, 0, 0, 0)), (-float("inf"), (1, 0, 64, 7))):
+        spoiled = x.clone()
+        spoiled[place] = value
+        assert nonfinite_flag(clean, spoiled, clean).tolist() == [1]
+
+
+def test_each_launch_under_the_flag_does_all_of_the_work_or_none(monkeypatch):
+    """With a flag that lies, hidden NaN shows and hidden numbers do not: the branch that the flag names is the one that ran."""
+    from tilewise.kernels.triton import forward_pass
+
+    arguments, _, keys = HIDDEN["mask"]
+    spoiled = arguments | {"v": arguments["v"].clone()}
+    spoiled["v"][:, keys] = float("nan")
+    want = triton_attention(**arguments)[0]
+    for flag, given, same in ((0, spoiled, False), (1, spoiled, True), (0, arguments, True), (1, arguments, True)):
+        monkeypatch.setattr(forward_pass, "nonfinite_flag", lambda v, flag=flag: torch.tensor([flag], dtype=torch.int32))
+        assert torch.equal(triton_attention(**given)[0], want) == same
 
 
 PACKED = ["causal_window_softcap", "alibi_of_sequences", "bias_shared", "bias_of_keys", "bias_of_queries", "bias_of_sequences"]
@@ -377,11 +412,12 @@ def test_products_far_outside_the_exponent_range(seqlen):
 
 def test_sequence_lengths_do_not_reach_the_compiled_kernel():
     """No runtime number may be specialised: Triton would compile anew for a length of 1 or one that 16 divides."""
-    from tilewise.kernels.triton import bias_gradient, dkdv, dq, forward_pass, launch, lse_rest, row_terms
+    from tilewise.kernels.triton import bias_gradient, dkdv, dq, finite, forward_pass, launch, lse_rest, row_terms
     from tilewise.kernels.triton import packed as kernels_packed
 
-    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed)
+    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed, finite)
     names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms", "schedule", "sum_rows")
+    names += ("find_nonfinite",)
     for kernel in map(getattr, modules, names):
         names = [name for name, kind in kernel.fn.__annotations__.items() if kind == "tl.constexpr"]
         runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]
