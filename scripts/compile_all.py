@@ -155,7 +155,8 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} if config else {"BLOCK_M": 64}
     tma = bool(config and config.descriptors and case.kernel != "lse_rest")
-    natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program") or case.kernel in ("lse_rest", "bias_gradient", "attention_jvp")
+    natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program")
+    natural |= case.kernel in ("lse_rest", "bias_gradient", "attention_jvp")
     constants |= {
         "ALIGN": 128 // case.bits,
         "TMA": tma,

@@ -177,8 +177,8 @@ def attention_jvp(
         if part > 0 or window_left is not None:
             acc, tlse = walk_keys(
                 acc, tlse, q, tq, lse, rest, k_head, tk_head, v_head, tv_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, tk_ptr is not None, tv_ptr is not None, SANITIZE, DENSE,
-                PRECISION, part != 1)  # fmt: skip
+                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, tk_ptr is not None, tv_ptr is not None, SANITIZE,
+                DENSE, PRECISION, part != 1)  # fmt: skip
 
     if tsink_ptr is not None:  # a key without a value
         exponent = (tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E
