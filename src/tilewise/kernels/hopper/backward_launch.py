@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...plan import Cotangents, Gradients, Operands, Rules, Saved
-from ..triton.launch import alignment, strides
+from .. import replay
+from ..triton.launch import alignment, run, strides
 from . import tma_refusal
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
@@ -178,7 +179,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
     sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_blocks, dtype=torch.float32)
     dlse, align = cot.dlse, alignment(saved.out, dout)
-    prepare_rows[(row_blocks * batch * heads,)](
+    run(
+        prepare_rows, row_blocks * batch * heads,
         saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
         *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
         min(r.window_right, seqlen_q + seqlen_k), row_blocks, ALIGN=align, RIGHT=variant.right, ACC=variant.dim, PARTS=variant.dq_parts,
@@ -193,8 +195,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     dslopes = None if grads.dalibi_slopes is None else q.new_empty(batch, heads, key_blocks, dtype=torch.float32)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = delta.data_ptr()
-    kernel = program.kernel[(key_blocks * batch * heads_k, 1, 1)]
-    kernel(
+    replay.start(
+        program.kernel,
+        key_blocks * batch * heads_k,
         descriptor(q),
         descriptor(k),
         descriptor(v),
@@ -235,7 +238,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)
     if grads.dq is not None:
         align = alignment(grads.dq)
-        finish_queries[(row_blocks * batch * heads,)](
+        run(
+            finish_queries, row_blocks * batch * heads,
             acc, turns, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_blocks,
             ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
         )  # fmt: skip
