@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from tilewise import attention, repeats
-from tilewise.kernels import launching, replay
-from tilewise.kernels.launching import Descriptor
+from tilewise.kernels import replay
+from tilewise.kernels.triton import launching
+from tilewise.kernels.triton.launching import Descriptor
 
 
 class Kernel:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from .launching import Launch
+    from .triton.launching import Launch
 
 ALIGNMENT = 512  # bytes, between the parts of a workspace: what torch's allocator gives tensors of their own
 _ALLOCATIONS = (
@@ -83,7 +83,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def launched(self, kernel: Any, programs: int, arguments: Sequence[Any]) -> None:
-        from .launching import DESCRIPTOR, POINTER, Descriptor, types
+        from .triton.launching import DESCRIPTOR, POINTER, Descriptor, types
 
         if kernel is None:
             self.refused = "a kernel of it goes through all of Triton's own launcher"
@@ -119,7 +119,7 @@ class Recording(TorchDispatchMode):
         returned = [made.get(x.data_ptr(), -1) for x in results]
         if self.refused or not self.launches or -1 in returned or len(set(returned)) < len(returned):
             return None
-        from .launching import Launch
+        from .triton.launching import Launch
 
         # The addresses of a pass: inputs, answers, results, and one workspace that holds everything else.
         first_answer = len(self.inputs)
@@ -208,7 +208,7 @@ def _watched() -> Callable[[], bool]:
     """What says whether somebody listens to launches; without Triton there are none."""
     if find_spec("triton") is None:
         return bool
-    from .launching import watched
+    from .triton.launching import watched
 
     return watched
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate
 
 from ..kernel_cache import prepare
-from ..launching import Descriptor
+from ..triton.launching import Descriptor
 
 __all__ = [
     "BarrierLayout",

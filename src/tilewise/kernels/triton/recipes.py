@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 
 from .. import replay
-from ..launching import Descriptor
+from .launching import Descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
