@@ -108,7 +108,7 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(kernel: Any, programs: int, values: list[Any], pool: Sequence[Tensor | None]) -> Recipe | None:
-    """None where an argument is a tensor that the call made itself, or holds several."""
+    """None where an argument is a tensor that the call made itself or was given twice, or holds several."""
     plain = list(values)
     tensors: list[tuple[int, int]] = []
     descriptors: list[tuple[int, int, list[int], list[int]]] = []
@@ -127,11 +127,14 @@ def recipe_of(kernel: Any, programs: int, values: list[Any], pool: Sequence[Tens
 
 
 def index_of(x: Tensor, pool: Sequence[Tensor | None]) -> int:
-    """Which tensor of the call this is: itself, or a view of all its bytes under another dtype."""
-    for index, y in enumerate(pool):
-        if y is x or (y is not None and y.data_ptr() == x.data_ptr() != 0 and y.nbytes == x.nbytes and y.dtype != x.dtype):
-            return index
-    return -1
+    """Which tensor of the call this is: itself, or a view of all its bytes under another dtype. -1 where none is, or more than one: which
+    of q and k a kernel was given cannot be told in a call where they are the same tensor, and in the next call they need not be."""
+    found = [
+        index
+        for index, y in enumerate(pool)
+        if y is x or (y is not None and y.data_ptr() == x.data_ptr() != 0 and y.nbytes == x.nbytes and y.dtype != x.dtype)
+    ]
+    return found[0] if len(found) == 1 else -1
 
 
 class Launcher:
