@@ -17,7 +17,9 @@ class BackwardProblem:
     lengths_q_ptr: gl.tensor
     lengths_k_ptr: gl.tensor
     slopes_ptr: gl.tensor
-    dslopes_ptr: gl.tensor  # float32 (B * Hq, key_tiles): what each tile of keys adds to the gradient of its slope; packed: see `slope_place`
+    dslopes_ptr: (
+        gl.tensor
+    )  # float32 (B * Hq, key_tiles): what each tile of keys adds to the gradient of its slope; packed: see `slope_place`
     turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have been added to each block of dQ
     records_ptr: gl.tensor  # int32 (key_tiles, 8): whose the tiles of packed sequences are, and where they lie
     scale: gl.tensor  # of q.k, where it is applied before the exponential
