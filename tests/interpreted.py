@@ -203,7 +203,7 @@ def test_tile_status(block_m, block_n):
     from tilewise import tile_status
     from tilewise.kernels.triton.tile_status import evaluate
 
-    ids = torch.arange(90) // 25
+    ids = torch.arange(50) // 15
     rules = (
         masks.SlidingWindow(33, 2),
         masks.Dilated(3, 30) | masks.FirstKeys(20),
@@ -212,8 +212,8 @@ def test_tile_status(block_m, block_n):
         masks.Full(),
     )
     for rule in rules:
-        grid = tile_status.Grid(150, 90, block_m, block_n, *rule.implied_window())
-        text, captured = rule.program(150, 90)
+        grid = tile_status.Grid(70, 50, block_m, block_n, *rule.implied_window())
+        text, captured = rule.program(70, 50)
         status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
         status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
         found = evaluate(text, captured, status, grid)
