@@ -289,8 +289,53 @@ def test_tile_status(block_m, block_n):
         text, captured = rule.program(150, 90)
         status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
         status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
-        found = evaluate(text, captured, status, grid.base(status.device), 150, 90, block_m, block_n)
+        found = evaluate(text, captured, status, grid)
         assert torch.equal(found, tile_status._evaluate_unknown(text, captured, status, grid)), rule
+
+
+LIST_SIZES = [(100, 60, 32, 16), (40, 75, 16, 32), (1, 70, 16, 16)]
+
+
+@pytest.mark.parametrize("sizes", sliced(LIST_SIZES), ids=str)
+def test_building_lists(sizes):
+    """Statuses from ranges, and the lists from statuses and from windows alone, against torch's."""
+    from tilewise import tile_lists, tile_status
+    from tilewise.kernels.triton.tile_lists import build
+    from tilewise.kernels.triton.tile_status import of_ranges
+
+    def same(status: Tensor | None, grid: tile_status.Grid, expected: list[Tensor]) -> None:
+        found = tile_lists._allocate(torch.empty(0) if status is None else status, status is None, *grid.numbers)
+        build(status, grid, found)
+        for number, index, wanted_number, wanted in zip(found[::2], found[1::2], expected[::2], expected[1::2], strict=True):
+            assert torch.equal(number, wanted_number), grid
+            listed = torch.arange(index.shape[3]) < number[..., None]
+            listed_wanted = torch.arange(wanted.shape[3]) < number[..., None]
+            assert torch.equal(index[listed], wanted[listed_wanted]), grid
+            assert index.sort(3).values.diff(dim=3).gt(0).all() and index.ge(0).all()  # every block of the band stands in it once
+
+    size_q, size_k, *blocks = sizes
+    for window in ((-1, -1), (-1, 0), (20, 5), (3, -1), (1 << 40, 2)):
+        grid = tile_status.Grid(size_q, size_k, *blocks, *window)
+        same(None, grid, tile_lists._of_window(grid, torch.device("cpu")))
+    ids = torch.stack([torch.arange(size_k) // 25, torch.arange(size_k) // 40])
+    rules = (
+        masks.Chunked(30),
+        masks.Causal() & masks.Chunked(20),
+        masks.Causal(align="top_left") & masks.SlidingWindow(30, -1),
+        masks.PrefixLM(torch.tensor([3, 40])),
+        masks.PrefixLM(spans=torch.tensor([[[3, 9], [30, 60]]])),
+        masks.Document(ids[:, torch.arange(size_q) % size_k].sort(1).values, ids, _ascending=True) & masks.Causal(),
+    )
+    for rule in rules:
+        grid = tile_status.Grid(size_q, size_k, *blocks, *rule.implied_window())
+        q_idx = torch.arange(size_q)
+        ranges = torch.broadcast_tensors(*rule.row_ranges(q_idx, (q_idx + grid.offset)[None], size_k))
+        status = tile_status._of_ranges(*ranges, grid)
+        assert torch.equal(of_ranges(*ranges, grid), status), rule
+        same(status, grid, tile_lists._of_status(status, grid))
+    grid = tile_status.Grid(size_q, size_k, *blocks)
+    status = torch.randint(0, 3, (2, 3, grid.rows, grid.columns), dtype=torch.uint8)
+    same(status, grid, tile_lists._of_status(status, grid))
 
 
 BIAS_SHAPES = [(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]

@@ -249,13 +249,10 @@ def select(
 
 def _not_yet_trusted(request: Request) -> str | None:
     """What the Triton kernels compute as the specification does in Triton's interpreter, and no GPU has confirmed: only by name."""
-    if request.tangent:
-        part = "tangent"
-    elif request.backward:
-        part = "gradient of captured tensors" if "captured" in request.needs else ""
-    else:
-        part = "computation of " + " and ".join(sorted(request.aux)) if request.aux else ""
-    return f"its {part} has been compared with the specification in the interpreter only; backend='triton' asks for it" if part else None
+    if not request.aux or request.backward or request.tangent:
+        return None
+    names = " and ".join(sorted(request.aux))
+    return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
 
 
 @functools.cache

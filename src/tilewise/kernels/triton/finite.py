@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .configs import padded
 from .launch import RUNTIME, Launch, alignment, strides
-from .recipes import Launcher
+from .recipes import Launcher, run
 from .tiles import head_of, load_tile
 
 if TYPE_CHECKING:
@@ -40,11 +40,17 @@ def find_nonfinite(
     tl.store(nonfinite_ptr, worst, mask=worst > 0)
 
 
+@triton.jit
+def clear_flag(nonfinite_ptr):
+    tl.store(nonfinite_ptr, 0)
+
+
 def nonfinite_flag(*tensors: Tensor) -> Tensor:
     """int32 (1,) beside the tensors (B, H, S, D), on their device's current stream: 1 if one of them holds a NaN or an infinity, else 0."""
     import torch
 
-    flag = tensors[0].new_zeros(1, dtype=torch.int32)
+    flag = tensors[0].new_empty(1, dtype=torch.int32)
+    run(clear_flag, 1, flag, num_warps=1)  # a launch like all others, so that a pass that comes again can be played (`kernels.replay`)
     for x in tensors:
         if x.numel() == 0:
             continue
