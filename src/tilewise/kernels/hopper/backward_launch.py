@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Cotangents, Gradients, Operands, Rules, Saved
+from .. import replay
 from ..triton import packed
 from ..triton.launch import Launch, alignment, run, strides
 from . import tma_refusal
@@ -207,7 +208,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
     sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_tiles, dtype=torch.float32)
     dlse, align = cot.dlse, alignment(saved.out, dout)
-    prepare_rows[(row_tiles * batch * heads,)](
+    run(
+        prepare_rows, row_tiles * batch * heads,
         saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse, delta,
         sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
         min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right, ACC=variant.dim,
@@ -220,7 +222,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
     if key_records is not None:
         aligned = alignment(dk, dv)
-        clear_ends[(key_tiles * heads_k,)](
+        run(
+            clear_ends, key_tiles * heads_k,
             key_records, dk, dv, *strides(dk, aligned)[1:3], *strides(dv, aligned)[1:3], key_tiles, ALIGN=aligned, DIM=dim, DIM_V=dim_v,
             BLOCK_N=variant.block_n, num_warps=4,
         )  # fmt: skip
@@ -230,8 +233,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         dslopes = make(batch, heads, key_tiles if key_records is None else seqlen_k, dtype=torch.float32)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = delta.data_ptr()
-    kernel = program.kernel[(key_tiles * batch * heads_k, 1, 1)]
-    kernel(
+    replay.start(
+        program.kernel,
+        key_tiles * batch * heads_k,
         descriptor(q),
         descriptor(k),
         descriptor(v),
@@ -274,7 +278,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)
     if grads.dq is not None:
         align = alignment(grads.dq)
-        finish_queries[(row_tiles * batch * heads,)](
+        run(
+            finish_queries, row_tiles * batch * heads,
             acc, turns, row_records, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_tiles, row_blocks,
             ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
         )  # fmt: skip

@@ -256,6 +256,37 @@ def collect(slot, barrier):
     )
 
 
+@jit
+def leave_number(slot, value):
+    """One warp writes a number into shared memory, for whoever waits for a barrier at which it arrives next.
+
+    Nobody says that it was read: there are twice as many slots as buffers of that barrier, so that a slot is written again only when the
+    consumers have given back the buffer of a later use.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; @p st.shared.b32 [$1], $2; bar.warp.sync 0xffffffff; "
+        "mov.b32 $0, 0; }",
+        "=r,r,r",
+        [slot, value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def left_number(slot):
+    """Every warp reads what `leave_number` wrote."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 v; ld.volatile.shared.b32 v, [$1]; shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }",
+        "=r,r",
+        [slot],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @constexpr_function
 def _rescale_text(n):
     first, second = 2 * n, 2 * n + 2  # operands: n results, n tied inputs, n factors; wgmma's rows alternate every two
