@@ -70,8 +70,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", size: Size = SIZE) -> dict[str, Any]:
-    """The arguments of one case, with some rows that belong to no sequence, q, k and v among them."""
+def build(
+    name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", size: Size = SIZE, dims: tuple[int, int] = (20, 17)
+) -> dict[str, Any]:
+    """The arguments of one case, with some rows that belong to no sequence, q, k and v among them. `dims` are those of keys and values."""
     generator = torch.Generator().manual_seed(len(name))
 
     def normal(*shape: int) -> Tensor:
@@ -80,9 +82,9 @@ def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", si
     (most_q,), (most_k,), (sequences,) = map(size.shape, "qks")
     total_q, total_k = sum(size.lengths_q) + 3, sum(size.lengths_k) + 2
     arguments: dict[str, Any] = {
-        "q": normal(total_q, size.heads, 20),
-        "k": normal(total_k, size.kv_heads, 20),
-        "v": normal(total_k, size.kv_heads, 17),
+        "q": normal(total_q, size.heads, dims[0]),
+        "k": normal(total_k, size.kv_heads, dims[0]),
+        "v": normal(total_k, size.kv_heads, dims[1]),
         "cu_seqlens_q": offsets(*size.lengths_q, device=device),
         "cu_seqlens_k": offsets(*size.lengths_k, device=device),
         "max_seqlen_q": most_q,
