@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tilewise import attention, attention_varlen, packing
 
-from ..packed import CASES, I32, build, check, offsets
+from ..packed import CASES, I32, LARGE, SIZE, build, check, offsets
+from .common import BACKENDS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,6 +21,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @pytest.mark.parametrize("name", CASES)
 def test_every_feature_and_gradient(name: str, dtype: str) -> None:
     check(build(name, DTYPES[dtype], "cuda"), "triton")
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "causal_window_softcap", "alibi_of_sequences", "alibi_sink", "lengths"])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_what_the_hopper_kernels_serve(name: str, head_dims: tuple[int, int], backend: str) -> None:
+    size = SIZE if name == "lengths" else LARGE
+    dtype = torch.float16 if name == "window" else torch.bfloat16
+    arguments = build("plain" if name == "alibi_of_sequences" else name, dtype, "cuda", size, head_dims)
+    if name == "alibi_of_sequences":
+        arguments |= {"causal": True, "alibi_slopes": torch.rand(len(size.lengths_q), size.heads, device="cuda", dtype=dtype) * 0.1}
+    check(arguments, backend)
 
 
 @pytest.mark.parametrize("name", ["causal", "bias_shared", "alibi_of_sequences", "mask_function"])
@@ -47,18 +60,20 @@ def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: Any) -
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 20)}], ids=str)
-def test_packing_equals_single_sequences(options: dict[str, Any], head_dim: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packing_equals_single_sequences(options: dict[str, Any], head_dim: int, backend: str) -> None:
     """Long enough for many tiles of the real tables, with sequences of every relation to a tile."""
     lengths = [1, 127, 128, 129, 0, 1000, 63, 2048, 5]
     leaves, cu = packed(lengths, head_dim=head_dim)
     dout = torch.randn(leaves[0].shape, device="cuda").bfloat16()
-    outs = attention_varlen(*leaves, cu, cu, **options, backend="triton"), alone(*leaves, lengths, **options)
+    outs = attention_varlen(*leaves, cu, cu, **options, backend=backend), alone(*leaves, lengths, **options)
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
     for a, b in zip(*(torch.autograd.grad(out, leaves, dout) for out in outs), strict=True):
         torch.testing.assert_close(a, b, rtol=4e-2, atol=4e-2)
 
 
-def test_neighbours_stay_apart() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neighbours_stay_apart(backend: str) -> None:
     """NaN that one sequence sees, and NaN in rows of no sequence, leave all other bits as they are."""
     lengths = [100, 70, 130]
     leaves, cu = packed(lengths, spare=40)
@@ -67,7 +82,7 @@ def test_neighbours_stay_apart() -> None:
         x[100:170], x[300:] = float("nan"), float("nan")
     results = []
     for given in (leaves, [x.requires_grad_() for x in dirty]):
-        out = attention_varlen(*given, cu, cu, causal=True, backend="triton")
+        out = attention_varlen(*given, cu, cu, causal=True, backend=backend)
         results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got[:100], expected[:100]) and torch.equal(got[170:300], expected[170:300])
@@ -88,13 +103,14 @@ def test_nothing_waits_for_the_device(bound: int | None) -> None:
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str)
-def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any], backend: str) -> None:
     """B142: forward and backward are captured once; the offsets in the same tensor decide what a replay computes."""
     (q, k, v), cu = packed([256, 256, 0, 0])
     dout = torch.randn_like(q)
 
     def step() -> list[Tensor]:
-        out = attention_varlen(q, k, v, cu, cu, **options, backend="triton")
+        out = attention_varlen(q, k, v, cu, cu, **options, backend=backend)
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
     stream = torch.cuda.Stream()
@@ -113,23 +129,25 @@ def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("cu", [[0, 500, 3, 300], [-7, 30, 9999, 2], [9, 9, 1, 0]], ids=str)
-def test_offsets_that_make_no_sense_stay_inside(cu: list[int]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_that_make_no_sense_stay_inside(cu: list[int], backend: str) -> None:
     (q, k, v), _ = packed([300])
     given = torch.tensor(cu, dtype=I32, device="cuda")
     counted = given.long().clamp(0, 300).cummax(0).values.int()
     leaves = (q, k, v)
-    outs = [attention_varlen(*leaves, bounds, bounds, causal=True, backend="triton") for bounds in (given, counted)]
+    outs = [attention_varlen(*leaves, bounds, bounds, causal=True, backend=backend) for bounds in (given, counted)]
     assert torch.equal(*outs)
     for a, b in zip(*(torch.autograd.grad(out, leaves, torch.ones_like(out)) for out in outs), strict=True):
         assert torch.equal(a, b)
 
 
-def test_ten_thousand_sequences_and_a_long_one() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ten_thousand_sequences_and_a_long_one(backend: str) -> None:
     draw = random.Random(0)
     lengths = [draw.randint(0, 8) for _ in range(10_000)]
     lengths[5_000] = 4_096
     leaves, cu = packed(lengths, head_dim=32)
-    out = attention_varlen(*leaves, cu, cu, causal=True, backend="triton")
+    out = attention_varlen(*leaves, cu, cu, causal=True, backend=backend)
     start = sum(lengths[:5_000])
     rows = slice(start, start + 4_096)
     expected = attention(*(x[None, rows] for x in leaves), causal=True, backend="triton")[0]

@@ -606,7 +606,16 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_out_h",
         "stride_out_s",
     ],
-    do_not_specialize_on_alignment=["out_ptr", "lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "sink_ptr", "records_ptr", "partial_ptr", "full_ptr"],
+    do_not_specialize_on_alignment=[
+        "out_ptr",
+        "lengths_q_ptr",
+        "lengths_k_ptr",
+        "slopes_ptr",
+        "sink_ptr",
+        "records_ptr",
+        "partial_ptr",
+        "full_ptr",
+    ],
 )
 def attention_forward(
     q_desc,
