@@ -30,8 +30,10 @@ HALF_CHOICES = CHOICES[::5]
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    """The kernels decline the CPU; here they are meant to run on it. NumPy warns where a GPU computes infinities in silence."""
+    """The kernels decline the CPU; here they are meant to run on it, small calls as large ones do, which first ask whether hidden values
+    can show. NumPy warns where a GPU computes infinities in silence."""
     monkeypatch.setattr(kernels, "why_not", lambda *_: None)
+    monkeypatch.setattr("tilewise.kernels.triton.finite.LEAST_WORK", 0)
     with np.errstate(all="ignore"):
         yield
 
@@ -214,8 +216,53 @@ def test_tile_status(block_m, block_n):
         text, captured = rule.program(150, 90)
         status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
         status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
-        found = evaluate(text, captured, status, grid.base(status.device), 150, 90, block_m, block_n)
+        found = evaluate(text, captured, status, grid)
         assert torch.equal(found, tile_status._evaluate_unknown(text, captured, status, grid)), rule
+
+
+LIST_SIZES = [(100, 60, 32, 16), (40, 75, 16, 32), (1, 70, 16, 16)]
+
+
+@pytest.mark.parametrize("sizes", sliced(LIST_SIZES), ids=str)
+def test_building_lists(sizes):
+    """Statuses from ranges, and the lists from statuses and from windows alone, against torch's."""
+    from tilewise import tile_lists, tile_status
+    from tilewise.kernels.triton.tile_lists import build
+    from tilewise.kernels.triton.tile_status import of_ranges
+
+    def same(status: Tensor | None, grid: tile_status.Grid, expected: list[Tensor]) -> None:
+        found = tile_lists._allocate(torch.empty(0) if status is None else status, status is None, *grid.numbers)
+        build(status, grid, found)
+        for number, index, wanted_number, wanted in zip(found[::2], found[1::2], expected[::2], expected[1::2], strict=True):
+            assert torch.equal(number, wanted_number), grid
+            listed = torch.arange(index.shape[3]) < number[..., None]
+            listed_wanted = torch.arange(wanted.shape[3]) < number[..., None]
+            assert torch.equal(index[listed], wanted[listed_wanted]), grid
+            assert index.sort(3).values.diff(dim=3).gt(0).all() and index.ge(0).all()  # every block of the band stands in it once
+
+    size_q, size_k, *blocks = sizes
+    for window in ((-1, -1), (-1, 0), (20, 5), (3, -1), (1 << 40, 2)):
+        grid = tile_status.Grid(size_q, size_k, *blocks, *window)
+        same(None, grid, tile_lists._of_window(grid, torch.device("cpu")))
+    ids = torch.stack([torch.arange(size_k) // 25, torch.arange(size_k) // 40])
+    rules = (
+        masks.Chunked(30),
+        masks.Causal() & masks.Chunked(20),
+        masks.Causal(align="top_left") & masks.SlidingWindow(30, -1),
+        masks.PrefixLM(torch.tensor([3, 40])),
+        masks.PrefixLM(spans=torch.tensor([[[3, 9], [30, 60]]])),
+        masks.Document(ids[:, torch.arange(size_q) % size_k].sort(1).values, ids, _ascending=True) & masks.Causal(),
+    )
+    for rule in rules:
+        grid = tile_status.Grid(size_q, size_k, *blocks, *rule.implied_window())
+        q_idx = torch.arange(size_q)
+        ranges = torch.broadcast_tensors(*rule.row_ranges(q_idx, (q_idx + grid.offset)[None], size_k))
+        status = tile_status._of_ranges(*ranges, grid)
+        assert torch.equal(of_ranges(*ranges, grid), status), rule
+        same(status, grid, tile_lists._of_status(status, grid))
+    grid = tile_status.Grid(size_q, size_k, *blocks)
+    status = torch.randint(0, 3, (2, 3, grid.rows, grid.columns), dtype=torch.uint8)
+    same(status, grid, tile_lists._of_status(status, grid))
 
 
 BIAS_SHAPES = [(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]
@@ -241,11 +288,15 @@ HIDDEN = {
     "bias": (hidden_nan(bias=torch.where(torch.arange(70) % 3 != 1, 0.0, -torch.inf)), slice(0), slice(1, None, 3)),
     "lengths": (hidden_nan(seqused_q=lengths(33), seqused_k=lengths(41)), slice(33, None), slice(41, None)),
     "window": (hidden_nan(window_size=(9, 5)), slice(0), slice(0, 20)),
+    "softcap": (hidden_nan(mask=torch.arange(70) % 3 != 1, softcap=2.0), slice(0), slice(1, None, 3)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", sliced(list(HIDDEN)))
-def test_hidden_values_reach_nothing(how):
+@pytest.mark.parametrize("how,asked", sliced([(how, True) for how in HIDDEN] + [("mask", False), ("lengths", False)]))
+def test_hidden_values_reach_nothing(how, asked, monkeypatch):
+    """Where the flag says that there is something to hide, and where a small call hides without asking."""
+    if not asked:
+        monkeypatch.setattr("tilewise.kernels.triton.finite.LEAST_WORK", 1 << 40)
     arguments, queries, keys = HIDDEN[how]
     spoiled = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     spoiled["k"][:, keys], spoiled["v"][:, keys], spoiled["q"][:, queries] = float("nan"), float("inf"), float("nan")
@@ -257,6 +308,35 @@ def test_hidden_values_reach_nothing(how):
     )
     for one, other in zip((clean.out, clean.lse, *clean.grads.values()), (got.out, got.lse, *got.grads.values()), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", sliced([torch.float16, torch.bfloat16, torch.float32]), ids=str)
+def test_the_flag_finds_every_value_that_is_not_finite(dtype):
+    from tilewise.kernels.triton.finite import nonfinite_flag
+
+    largest = torch.finfo(dtype).max
+    wide = torch.full((2, 70, 2, 2 * 33), float("nan"), dtype=dtype)
+    x = wide[..., ::2].transpose(1, 2)  # what lies between the elements is not read
+    x.copy_(torch.randn(x.shape) * 1e-3 + largest)
+    clean = torch.zeros(1, 1, 5, 16, dtype=dtype)
+    assert x.isfinite().all() and nonfinite_flag(x, clean).tolist() == [0] and nonfinite_flag(x[:, :, :0]).tolist() == [0]
+    for value, place in ((float("nan"), (1, 1, 69, 32)), (float("inf"), (0, 0, 0, 0)), (-float("inf"), (1, 0, 64, 7))):
+        spoiled = x.clone()
+        spoiled[place] = value
+        assert nonfinite_flag(clean, spoiled, clean).tolist() == [1]
+
+
+def test_each_launch_under_the_flag_does_all_of_the_work_or_none(monkeypatch):
+    """With a flag that lies, hidden NaN shows and hidden numbers do not: the branch that the flag names is the one that ran."""
+    from tilewise.kernels.triton import forward_pass
+
+    arguments, _, keys = HIDDEN["mask"]
+    spoiled = arguments | {"v": arguments["v"].clone()}
+    spoiled["v"][:, keys] = float("nan")
+    want = triton_attention(**arguments)[0]
+    for flag, given, same in ((0, spoiled, False), (1, spoiled, True), (0, arguments, True), (1, arguments, True)):
+        monkeypatch.setattr(forward_pass, "nonfinite_flag", lambda v, flag=flag: torch.tensor([flag], dtype=torch.int32))
+        assert torch.equal(triton_attention(**given)[0], want) == same
 
 
 PACKED = ["causal_window_softcap", "alibi_of_sequences", "bias_shared", "bias_of_keys", "bias_of_queries", "bias_of_sequences"]
@@ -359,11 +439,12 @@ def test_products_far_outside_the_exponent_range(seqlen):
 
 def test_sequence_lengths_do_not_reach_the_compiled_kernel():
     """No runtime number may be specialised: Triton would compile anew for a length of 1 or one that 16 divides."""
-    from tilewise.kernels.triton import bias_gradient, dkdv, dq, forward_pass, launch, lse_rest, row_terms
+    from tilewise.kernels.triton import bias_gradient, dkdv, dq, finite, forward_pass, launch, lse_rest, row_terms
     from tilewise.kernels.triton import packed as kernels_packed
 
-    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed)
+    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed, finite)
     names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms", "schedule", "sum_rows")
+    names += ("find_nonfinite",)
     for kernel in map(getattr, modules, names):
         names = [name for name, kind in kernel.fn.__annotations__.items() if kind == "tl.constexpr"]
         runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]

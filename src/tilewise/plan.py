@@ -235,8 +235,6 @@ def select(
     declined = []
     for candidate in candidates:
         reason = why_not(candidate, t, r, request, target)
-        if reason is None and candidate == "triton":
-            reason = _not_yet_trusted(request)
         if reason is None:
             break
         declined.append((candidate, reason))
@@ -244,12 +242,6 @@ def select(
     if warn and candidate == "tiled" and target.type in ("cuda", "xpu"):
         _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
     return chosen
-
-
-def _not_yet_trusted(request: Request) -> str | None:
-    """What the Triton kernels compute as the specification does in Triton's interpreter, and no GPU has confirmed: only by name."""
-    part = "tangent" if request.tangent else "gradient of captured tensors" if request.backward and "captured" in request.needs else ""
-    return f"its {part} has been compared with the specification in the interpreter only; backend='triton' asks for it" if part else None
 
 
 @functools.cache

@@ -103,11 +103,10 @@ def _unserved_tensor(t: Operands, request: Request) -> str | None:
 
 
 def _unserved_gradient(t: Operands, request: Request) -> str | None:
-    if t.cu_seqlens_q is not None:
-        return "its backward pass does not read packed sequences"
     if t.blocks is not None:
         return "its backward pass does not read lists of blocks"
-    if -(-t.q.shape[2] // 128) * 128 * t.q.shape[0] * t.q.shape[1] >= 1 << 31:
+    items = t.q.shape[0] if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0]  # each may end in a block of its own
+    if (t.q.shape[2] * t.q.shape[0] + 128 * items) * t.q.shape[1] >= 1 << 31:
         return "its backward pass counts the queries of all heads in 32 bits"
     if request.needs and not ("q" in request.needs and request.needs & {"k", "v"}):
         return "its backward pass computes the gradients of q, k and v together, and not all are asked for"

@@ -315,6 +315,34 @@ def rescale(acc, alpha):
 
 
 @constexpr_function
+def _first_rows_text(n, warps):
+    text = (
+        "{ .reg .pred p, q; .reg .u32 t, r; mov.u32 t, %tid.x; "
+        f"shr.u32 r, t, 5; and.b32 r, r, {warps - 1}; shl.b32 r, r, 4; shr.u32 t, t, 2; and.b32 t, t, 7; add.u32 r, r, t; "
+        f"setp.lt.s32 p, r, ${2 * n}; add.u32 r, r, 8; setp.lt.s32 q, r, ${2 * n}; "
+    )
+    for i in range(n):
+        text += f"selp.f32 ${i}, ${i}, 0f00000000, {'q' if (i >> 1) & 1 else 'p'}; "
+    return text + "}"
+
+
+@constexpr_function
+def _first_rows_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@jit
+def first_rows(x, end, warps: gl.constexpr):
+    """A wgmma accumulator, 0 from row `end` on; `warps` share its rows. Row numbers that the compiler knew would be kept through the loop
+    before, and mixed with those that must be uniform there.
+    """
+    n: gl.constexpr = x.shape[0] * x.shape[1] // 256
+    text: gl.constexpr = _first_rows_text(n, warps)
+    operands: gl.constexpr = _first_rows_operands(n)
+    return gl.inline_asm_elementwise(text, operands, [x, end], dtype=gl.float32, is_pure=False, pack=n)
+
+
+@constexpr_function
 def _clear_text(units, rows, row_bytes, number):
     shift = row_bytes.bit_length() - 1
     return (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Operands, Outputs, Rules
+from .. import replay
 from . import tma_refusal
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
@@ -212,7 +213,7 @@ def counter(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     pair = _counters.get(key)
     if pair is None:
         pair = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -290,11 +291,12 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         lists = Lists.of(t, r, variant.block_m)
         records = lists.records
     tiles = row_blocks * batch * heads
-    tickets = counter(device)
+    tickets = replay.asked(counter, device)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = out.lse.data_ptr()
-    kernel = prepared.kernel[(min(multiprocessors(device.index), tiles), 1, 1)]
-    kernel(
+    replay.start(
+        prepared.kernel,
+        min(multiprocessors(device.index), tiles),
         q_desc,
         k_desc,
         v_desc,

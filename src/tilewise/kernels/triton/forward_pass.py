@@ -13,7 +13,8 @@ import triton.language as tl
 
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
 from .configs import FORWARD, Config
-from .launch import RUNTIME, Launch, alignment, contiguous, describable, source, strides
+from .finite import nonfinite_flag, worth_a_flag
+from .launch import RUNTIME, Arguments, Launch, alignment, contiguous, describable, source, strides
 from .packed import query_tiles
 from .tiles import (
     LOG2E,
@@ -27,6 +28,7 @@ from .tiles import (
     log_sum_exp,
     matrix_of,
     online_softmax_update,
+    other_variant,
     packed_tile,
     scores,
     store_tile,
@@ -42,7 +44,7 @@ def attend(
     acc, l, m, q, k, v, offs_m, lo, hi, span, rules, bias, mask, base2, drop, listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     DENSE: tl.constexpr, LIST_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
     MASKED: tl.constexpr = CUT or DENSE
@@ -64,7 +66,7 @@ def attend(
         if drop is not None:
             p = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), p, 0.0)
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT)  # [N, DV]
-        if MASKED and SANITIZE:
+        if MASKED and HIDE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
     return acc, l, m
@@ -81,12 +83,14 @@ def attention_forward(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, sink_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes, nonfinite_ptr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr,
-    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if other_variant(nonfinite_ptr, HIDE):
+        return
     # A one-dimensional grid has no 65,535 limit. Tiles of one head are neighbours, so that they share its keys in L2; under a causal
     # mask the longest come first.
     if tiles_ptr is None:
@@ -148,7 +152,7 @@ def attention_forward(
         if part > 0 or (window_left is not None and LIST_N == 0):
             acc, l, m = attend(
                 acc, l, m, q, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias, mask, base2, drop, listed,
-                SCORE_MOD, MASK_MOD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, PRECISION,
+                SCORE_MOD, MASK_MOD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TMA, NATURAL, SANITIZE, HIDE, PRECISION,
                 part != 1)  # fmt: skip
 
     inside = offs_m < len_q
@@ -169,17 +173,15 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
     call = Launch(t, r)
     config = call.config(FORWARD)
     with call.device_guard():
-        if not call.repeat(attention_forward, (out.out, out.lse), config):
-            launch_forward(call, t, out, config)
+        flag = nonfinite_flag(t.v) if worth_a_flag(call) else None
+        call.run_tiles(attention_forward, (out.out, out.lse), config, flag, lambda: forward_arguments(call, t, out, config))
 
 
-def launch_forward(call: Launch, t: Operands, out: Outputs, config: Config) -> None:
+def forward_arguments(call: Launch, t: Operands, out: Outputs, config: Config) -> Arguments:
     tma = config.descriptors and describable(t.q, t.k, t.v)
     align = alignment(t.q, t.k, t.v, out.out)
     tiles = query_tiles(call, config.block_m)
-    call.run(
-        attention_forward,
-        tiles.count * call.heads,
+    given = (
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -189,9 +191,12 @@ def launch_forward(call: Launch, t: Operands, out: Outputs, config: Config) -> N
         *strides(t.k, align),
         *strides(t.v, align),
         *strides(out.out, align),
+    )
+    named = {
         **call.rule_arguments,
         **tiles.arguments(),
         **call.key_lists(config),
-        sink_ptr=contiguous(t.sink),
+        "sink_ptr": contiguous(t.sink),
         **call.constants(config, align, tma),
-    )
+    }
+    return Arguments(tiles.count * call.heads, given, named)

@@ -80,8 +80,20 @@ def store_tile(source, tile, row0, row_end, ROWS: tl.constexpr, COLS: tl.constex
 
 
 @triton.jit
+def other_variant(nonfinite_ptr, HIDE: tl.constexpr):
+    """Whether the flag of `finite` leaves the work to the launch with the other HIDE."""
+    other = False
+    if nonfinite_ptr is not None:
+        other = (tl.load(nonfinite_ptr) != 0) != HIDE
+    return other
+
+
+@triton.jit
 def hide_rows(tile, seen, AXIS: tl.constexpr):
-    """Zero the rows of a K, V, Q or dO tile that nothing in this tile of scores sees: 0 times what they hold could be NaN."""
+    """Zero the rows of a K, V, Q or dO tile that nothing in this tile of scores sees: 0 times what they hold could be NaN.
+
+    A reduction over the tile, and the operand goes through registers: only where HIDE, which `finite` decides, says that it is needed.
+    """
     return tl.where((tl.max(seen.to(tl.int32), AXIS) > 0)[:, None], tile, tl.zeros_like(tile))
 
 
@@ -334,7 +346,7 @@ def product_gradient(ds, capped, rules):
     softcap = rules[1]
     if softcap is not None:
         ratio = capped / softcap
-        ds = ds * (1.0 - ratio * ratio)
+        ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - ratio * ratio))  # the products of hidden pairs may be NaN
     return ds
 
 
