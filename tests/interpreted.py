@@ -443,7 +443,8 @@ def test_every_packed_row_is_in_one_tile(over_keys, sequences):
         tiles, records = kernels_packed.scheduled(call, 16, over_keys, with_sequences=True)
         total = 190 if over_keys else 200
         covered, walks = torch.zeros(total, dtype=torch.int32), []
-        for b, row0, first_q, rows_q, len_q, first_k, rows_k, len_k in tiles.records.tolist():
+        *described, (count, *_) = tiles.records.tolist()
+        for b, row0, first_q, rows_q, len_q, first_k, rows_k, len_k in described:
             if b < 0:
                 continue
             first, rows = (first_k, rows_k) if over_keys else (first_q, rows_q)
@@ -452,9 +453,35 @@ def test_every_packed_row_is_in_one_tile(over_keys, sequences):
             walks.append(len_q if over_keys else len_k)
         assert (covered == 1).all()
         assert walks == sorted(walks, reverse=True)
-        assert len(tiles.records) - len(walks) <= sequences + 2
+        assert count == len(walks) and len(described) - count <= sequences + 2
+        assert all(b < 0 for b, *_ in described[count:])
         starts = [x.long().clamp(0, n).cummax(0).values for x, n in ((cu_q, 200), (cu_k, 190))]
         assert torch.equal(records[:, 2].long(), starts[0][:-1]) and torch.equal(records[:, 6].long(), starts[1].diff())
+
+
+@pytest.mark.parametrize("causal", sliced([False, True]))
+def test_listed_tiles_come_by_falling_cost(causal):
+    """Every tile once, with the row of its lists, and under a causal window only the blocks that its last query reaches."""
+    from tilewise.kernels.hopper.list_records import ranked
+
+    blocks, columns, share = 45, 7, 2
+    tiles = blocks * share - 1
+    bits = torch.rand(2, 1, blocks, columns, 2) < 0.5  # partial and full
+
+    def compacted(kind):
+        listed = bits[..., kind]
+        return listed.sum(-1, dtype=torch.int32), listed.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    lists = (*compacted(0), *compacted(1))
+    records = ranked(lists, tiles, share, (-3, 1) if causal else None)
+    for head in range(2):
+        found = records[head, 0].tolist()
+        assert sorted(t for t, *_ in found) == list(range(tiles))
+        costs = [cut + whole for _, cut, whole, _ in found]
+        assert costs == sorted(costs, reverse=True)
+        for t, cut, whole, row in found:
+            seen = bits[head, 0, t // share, : max(t - 3, 0) if causal else columns]
+            assert (cut, whole) == tuple(seen.sum(0).tolist()) and row == head * blocks + t // share
 
 
 def test_scores_near_the_largest_float_survive_a_bias():
