@@ -22,6 +22,7 @@ MOST = 1024  # calls kept at a time
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED, _FLOAT32 = torch.strided, torch.float32
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype))
+_SAVED = ("q", "k", "v", "out", "lse")
 known: dict[tuple[Any, ...], Repeated] = {}
 
 
@@ -99,26 +100,33 @@ class Repeated:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         return self.passes.run("forward", (q, k, v), lambda: run_forward({**self.arguments, "q": q, "k": k, "v": v})[:2])  # type: ignore[arg-type, return-value]
 
-    def backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of q, k and v, None where they are not needed."""
-        if dout is None and dlse is None:
-            return [None] * 3
-        names = dict(zip(("q", "k", "v", "out", "lse"), saved, strict=True))
-        args = {**self.arguments, **names, "entropy": None, "allow_tf32": self.allow_tf32}
-        cotangents = {"dout": dout, "dlse": dlse, "dkey_mass": None, "dentropy": None}
+    def backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of q, k and v, None where they are not needed. `saved` are q, k, v, out and lse, or what hooks made of them."""
         given = [*saved, *(x for x in (dout, dlse) if x is not None)]
-        if not derivatives.ordinary() or not all(type(x) in _PLAIN and x.is_cuda for x in given):
-            needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip("qkv", needs, strict=True)), "captured": [], "blocks": []}
-            grads = derivatives.FORWARD.vjp(args, (dout, dlse, None, None, None), needed)
-            return [grads.get(name) for name in ("q", "k", "v")]
-        key = (dout is None, dlse is None, *needs, *[(x.dtype, x.shape, x.stride(), x.get_device()) for x in given])
-
-        def compute() -> list[Tensor]:
-            all_needs = [*needs, *[False] * (len(DIFFERENTIABLE) - 3)]
-            return run_backward({**cotangents, **derivatives.common_arguments(args), "needs": all_needs})
-
-        computed = iter(self.passes.run(key, given, compute))
+        if len(given) == len(saved):
+            return [None] * 3
+        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda]
+        if len(layouts) < len(given) or not derivatives.ordinary():
+            return self._differentiable_backward(saved, dout, dlse, needs)
+        key = (dout is None, dlse is None, needs, *layouts)
+        computed = iter(self.passes.run(key, given, lambda: self._backward(saved, dout, dlse, needs)))
         return [next(computed) if needed else None for needed in needs]
+
+    def _named(self, saved: Sequence[Tensor]) -> dict[str, Any]:
+        """The arguments of the forward operator and its results."""
+        return {**self.arguments, **dict(zip(_SAVED, saved, strict=True)), "entropy": None, "allow_tf32": self.allow_tf32}
+
+    def _backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+        cotangents = {"dout": dout, "dlse": dlse, "dkey_mass": None, "dentropy": None}
+        all_needs = [*needs, *[False] * (len(DIFFERENTIABLE) - len(needs))]
+        return run_backward({**cotangents, **derivatives.common_arguments(self._named(saved)), "needs": all_needs})
+
+    def _differentiable_backward(
+        self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip("qkv", needs, strict=True)), "captured": [], "blocks": []}
+        grads = derivatives.FORWARD.vjp(self._named(saved), (dout, dlse, None, None, None), needed)
+        return [grads.get(name) for name in ("q", "k", "v")]
 
 
 class _Differentiable(torch.autograd.Function):
