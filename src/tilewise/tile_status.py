@@ -2,8 +2,9 @@
 
 A rule is asked for what it knows: windows and row ranges give every tile's status from the ends of the ranges, blocks from their bits,
 documents from the smallest and largest number in each block, and `&`, `|`, `~` combine statuses. Of what stays unknown, intervals of the
-values in the rule's program tell most (`tile_bounds`), and the rest is computed pair by pair, some tiles at a time. Rules that show nothing outside a window of p are described in a band: for each block of queries
-only the `width` blocks of keys from `base` on, so that memory is O(N / block) there, and O(tiles) elsewhere.
+values in the rule's program tell most (`tile_bounds`), and the rest is computed pair by pair, some tiles at a time. Rules
+that show nothing outside a window of p are described in a band: for each block of queries only the `width` blocks of keys from `base` on,
+so that memory is O(N / block) there, and O(tiles) elsewhere.
 """
 
 from __future__ import annotations
