@@ -40,6 +40,7 @@ EVERYTHING = {
 }
 TENSORS = {"bias": "tma", "mask": "tma", "values_a_head": True}
 UNALIGNED = {"bias": "full", "bias_dtype": "fp32", "mask": "full", "values_a_head": True}
+PACKED = {"packed": True, "lengths_q": True, "lengths_k": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
     "d64 full, three consumers": variant(64, name="64 long"),
@@ -47,6 +48,8 @@ SAMPLE = {
     "d64 everything": variant(64, **EVERYTHING),
     "d64 bias": variant(64, scale_first=True, bias="tma"),
     "d128 causal mask": variant(128, right=True, mask="tma"),
+    "d128 packed causal": variant(128, right=True, **PACKED),
+    "d128 lists": variant(128, listed=True),
 }
 REST = {
     "d64 full": variant(64),
@@ -78,6 +81,16 @@ REST = {
     "d256 full": variant(256),
     "d256 causal": variant(256, right=True),
     "d256 everything": variant(256, **EVERYTHING),
+    "d64 lists": variant(64, listed=True),
+    "d128 lists causal": variant(128, listed=True, right=True),
+    "d128 lists everything": variant(128, listed=True, right=True, scale_first=True, softcap=True, alibi=True, sink=True),
+    "d256 lists": variant(256, listed=True, log2_list=1),
+    "d96 packed": variant(96, **PACKED),
+    "d64 packed": variant(64, **PACKED),
+    "d64 packed causal": variant(64, right=True, **PACKED),
+    "d128 packed window": variant(128, right=True, left=True, **PACKED),
+    "d128 packed everything": variant(128, packed=True, **EVERYTHING),
+    "d256 packed causal": variant(256, right=True, **PACKED),
 }
 # Bytes of spill stores that ptxas leaves outside the loop over key blocks; these may not grow. Where a name is missing: none.
 SPILLS = {

@@ -45,6 +45,9 @@ class Variant:
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
+    packed: bool = False  # sequences one after the other; goes with both lengths
+    listed: bool = False  # a tile's blocks of keys stand in lists
+    log2_list: int = 0  # of the blocks that make a listed one
     store_tma: bool = True  # out leaves through shared memory and TMA; False: from registers
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
@@ -78,7 +81,7 @@ class Variant:
     @property
     def positional(self) -> bool:
         """Whether blocks other than the rightmost may need a mask."""
-        return self.right or self.left
+        return self.right or self.left or self.listed
 
     @property
     def may_be_empty(self) -> bool:
@@ -86,10 +89,15 @@ class Variant:
         return self.positional or self.lengths_k or self.bias != "" or self.mask != ""
 
     @property
+    def ranked(self) -> bool:
+        """Whether the device has put the tiles into an order, by falling cost."""
+        return self.packed or self.listed
+
+    @property
     def longest_first(self) -> bool:
         return self.right and not self.left
 
-    # Numbers of the shared-memory barriers, one after the other; two data words follow.
+    # Numbers of the shared-memory barriers, one after the other; data words follow: two for tiles, of lists two a stage for blocks.
     @property
     def q_full(self) -> int:
         return 0
@@ -127,8 +135,12 @@ class Variant:
         return self.next_empty + 2
 
     @property
-    def matrix_full(self) -> int:
+    def block_slot(self) -> int:
         return self.next_slot + 2
+
+    @property
+    def matrix_full(self) -> int:
+        return self.block_slot + (2 * self.stages if self.listed else 0)
 
     @property
     def matrix_empty(self) -> int:
