@@ -45,10 +45,20 @@ class StandIn:
         seen = torch.ones(padded, seqlen_k, dtype=torch.bool)
         if c.right:
             seen &= keys <= rows + seqlen_k - seqlen_q + a["window_right"]
-        prob = torch.where(seen, torch.exp2(q @ k.mT * a["exp_scale"] - lse[..., None]), 0.0)
-        ds = torch.where(prob == 0, 0.0, prob * (do @ v.mT - delta[..., None]))
+        exponent = q @ k.mT * a["exp_scale"] - lse[..., None]
+        if c.bias:
+            rest = a["lse_rest_desc"].base.view(batch, heads, -1)
+            bias = torch.nn.functional.pad(StandIn.bias.float().expand(batch, heads, seqlen_q, seqlen_k), (0, 0, 0, padded - seqlen_q))
+            exponent = (q @ k.mT * a["scale"] + bias - lse[..., None]) * a["exp_scale"] - rest[..., None]
+        if c.mask:
+            seen = seen & torch.nn.functional.pad(StandIn.mask.expand(batch, heads, seqlen_q, seqlen_k), (0, 0, 0, padded - seqlen_q))
+        prob = torch.where(seen, torch.exp2(exponent), 0.0)
+        ds = prob * (do @ v.mT - delta[..., None])
+        if not (c.bias or c.mask):
+            ds = torch.where(prob == 0, 0.0, ds)
         nothing = lse[..., None] == float("inf")
-        q, do = (torch.where(nothing, 0.0, x) for x in (q, do))
+        if not (c.bias or c.mask):
+            q, do = (torch.where(nothing, 0.0, x) for x in (q, do))
 
         def of_key_heads(x):
             return x.view(batch, heads // group, group, seqlen_k, -1).sum(2)
@@ -123,18 +133,34 @@ CASES = {
     "d256, ordered, sink": {"dim": 256, "seqlen_q": 200, "seqlen_k": 100, "right": 0, "ordered": True, "sink": True},
     "d200 dlse only": {"dim": 200, "dout": "none"},
 }
+# Beside NaN in a key that nobody sees, in the last query, which sees nothing, and in what reaches its output.
+TENSORS = {
+    "bias": {"bias": (2, 4, 70, 130), "right": 0},
+    "bias over heads, grouped, ordered": {"bias": (2, 1, 70, 130), "kv_heads": 2, "ordered": True},
+    "bias over all, sink": {"bias": (1, 1, 70, 130), "sink": True, "kv_heads": 2},
+    "low bias": {"bias": (1, 4, 70, 130), "low": True},
+    "mask": {"mask": (2, 4, 70, 130), "dim": 128},
+    "bias and mask": {"bias": (1, 4, 70, 130), "mask": (2, 1, 70, 130), "right": 0},
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *TENSORS])
 def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     case = {"dim": 64, "dim_v": 0, "kv_heads": 4, "seqlen_q": 70, "seqlen_k": 130, "right": -1, "ordered": False, "sink": False, "dout": ""}
-    case |= CASES[name]
+    case |= (CASES | TENSORS)[name]
     inputs = helpers.make_inputs(
         2, case["seqlen_q"], case["seqlen_k"], 4, case["kv_heads"], case["dim"], case["dim_v"] or case["dim"], dtype=torch.float16
     )
     inputs |= {"causal": case["right"] == 0}
     if case["sink"]:
         inputs["learnable_sink"] = torch.randn(4)
+    hidden = torch.zeros(case["seqlen_q"], case["seqlen_k"], dtype=torch.bool)
+    hidden[:, 17] = hidden[-1] = True
+    if "bias" in case:
+        low = -2e4 if case.get("low") else 0.0
+        inputs["bias"] = (torch.randn(case["bias"]) + low).masked_fill_(hidden, float("-inf"))
+    if "mask" in case:
+        inputs["mask"] = (torch.rand(case["mask"]) < 0.7) & ~hidden
     out, lse = reference.attention(**inputs)
     dout, dlse = torch.randn(out.shape).half(), torch.randn(lse.shape)
     if case["dout"] == "expanded":
@@ -143,8 +169,11 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         dout = torch.zeros_like(dout)
     exact = helpers.reference_with_grads(inputs, dout, dlse)
 
+    if name in TENSORS:
+        inputs["q"][:, -1] = dout[:, -1] = inputs["k"][:, 17] = inputs["v"][:, 17] = float("nan")
     heads_first = {n: inputs[n].transpose(1, 2) for n in "qkv"}
-    t = Operands(*heads_first.values(), sink=inputs.get("learnable_sink"))
+    StandIn.bias, StandIn.mask = inputs.get("bias"), inputs.get("mask")
+    t = Operands(*heads_first.values(), StandIn.bias, StandIn.mask, sink=inputs.get("learnable_sink"))
     r = Rules(case["dim"] ** -0.5, window_right=case["right"], deterministic=case["ordered"])
     variant = backward_launch.variant_of(t, r)
     monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
@@ -159,18 +188,21 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", remember_turns)
     grads = {n: torch.full_like(x, float("nan")) for n, x in heads_first.items()}
     dsink = torch.full((4,), float("nan")) if case["sink"] else None
+    dbias = None if StandIn.bias is None else torch.full_like(StandIn.bias, float("nan"))
     with np.errstate(all="ignore"):
         backward_launch.launch(
             t,
             r,
             Saved(out.half().transpose(1, 2), lse.float()),
             Cotangents(None if case["dout"] == "none" else dout.transpose(1, 2), dlse),
-            Gradients(grads["q"], grads["k"], grads["v"], dsink=dsink),
+            Gradients(grads["q"], grads["k"], grads["v"], dbias=dbias, dsink=dsink),
         )
     for n, got in grads.items():
         want = exact.grads[n].transpose(1, 2)
         # The saved output is rounded to float16, and so is the result.
         assert (got - want).norm() <= 4e-3 * want.norm() + 1e-3, n
+    if dbias is not None:
+        assert (dbias - exact.grads["bias"]).norm() <= 4e-3 * exact.grads["bias"].norm()
     if case["sink"]:
         assert (dsink - exact.grads["learnable_sink"]).norm() <= 4e-3 * exact.grads["learnable_sink"].norm()
 

@@ -22,18 +22,20 @@ from .test_hopper_compile import SCRATCH, exponentials_between_waits, key_loops
 
 def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
     dim_v = dim_v or dim
-    tile = TILES[tile_name(dim, dim_v, rules.get("softcap", False) or rules.get("alibi", False))]
+    tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask")))]
     return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), **rules)
 
 
 LENGTHS = {"lengths_q": True, "lengths_k": True, "hidden_rows": True, "hidden_keys": True}
 EVERYTHING = {"right": True, "left": True, "softcap": True, "alibi": True, "slope_gradient": True, "ordered": True, **LENGTHS}
+WITHOUT_CLEARING = {**EVERYTHING, "hidden_rows": False, "hidden_keys": False}  # as always beside a bias or mask
 PACKED = {"packed": True, "hidden_rows": True, "hidden_keys": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
     "d64 full, ordered": variant(64, ordered=True),
     "d256 causal": variant(256, right=True),
     "d128 packed causal, ordered": variant(128, right=True, ordered=True, **PACKED),
+    "d64 bias": variant(64, bias="tma"),
 }
 REST = {
     "d64 causal": variant(64, right=True),
@@ -64,6 +66,15 @@ REST = {
     "d128 packed window": variant(128, right=True, left=True, **PACKED),
     "d128 packed alibi": variant(128, right=True, alibi=True, slope_gradient=True, **PACKED),
     "d256 packed causal": variant(256, right=True, **PACKED),
+    "d64 mask": variant(64, mask="tma"),
+    "d64 float32 bias": variant(64, bias="full", bias_dtype="fp32"),
+    "d64 bias of keys": variant(64, bias="keys"),
+    "d64 everything and tensors": variant(64, bias="tma", mask="tma", **WITHOUT_CLEARING),
+    "d128 bias": variant(128, bias="tma"),
+    "d128 causal mask": variant(128, right=True, mask="tma"),
+    "d128 float32 bias": variant(128, bias="full", bias_dtype="fp32"),
+    "d128 mask of rows": variant(128, mask="rows"),
+    "d128 everything and tensors": variant(128, bias="tma", mask="tma", **WITHOUT_CLEARING),
 }
 # Bytes of spill stores, and instructions of the loop over query blocks that reload or save a register: these may not grow. Outside the
 # loop each value costs once a tile of keys.
@@ -87,6 +98,11 @@ SPILLS = {
     "d128 packed window": (72, 0),
     "d128 packed alibi": (280, 65),
     "d256 packed causal": (104, 6),
+    "d64 everything and tensors": (180, 48),
+    "d128 bias": (40, 4),
+    "d128 causal mask": (56, 6),
+    "d128 float32 bias": (144, 40),
+    "d128 everything and tensors": (808, 336),
 }
 
 
@@ -121,10 +137,12 @@ def test_rest(name):
 @pytest.mark.parametrize("dim_v", [8, 64, 72, 128, 136, 192, 256])
 @pytest.mark.parametrize("dim", [8, 64, 72, 96, 104, 128, 136, 192, 200, 256])
 def test_shared_memory_of_every_head_dim(dim, dim_v):
-    for alibi in (False, True):
-        v = variant(dim, dim_v, alibi=alibi)
+    tensors = [{"bias": "tma"}, {"mask": "tma"}, {"bias": "tma", "mask": "tma"}] if max(dim, dim_v) <= 128 else []
+    for rules in ({}, {"alibi": True}, *tensors):
+        v = variant(dim, dim_v, **rules)
         assert v.dim >= dim and v.dim_v >= dim_v
-        assert v.shared_bytes + 8 * v.barrier_words + SCRATCH <= SHARED_MEMORY_LIMIT
+        scratch = SCRATCH if len(rules) < 2 else SCRATCH // 2  # of which 420 are used, with every feature
+        assert v.shared_bytes + 8 * v.barrier_words + scratch <= SHARED_MEMORY_LIMIT
         assert v.barriers <= v.barrier_words
         assert backward_launch.ROW_PADDING % v.block_m == 0
 

@@ -54,6 +54,13 @@ def visible(*shape: int) -> torch.Tensor:
     return torch.rand(shape, device="cuda") < 0.6
 
 
+def padded(x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    """x in rows that start at multiples of 16 bytes, between which lies something else."""
+    wide = torch.full((*x.shape[:-1], -(-x.shape[-1] // 16) * 16 + 16), fill, dtype=x.dtype, device=x.device)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
 # Arguments beside q (2, 333, 4, 64), k and v (2, 517, 2, 64); built when the test runs.
 FEATURES = {
     "window": lambda: dict(window_size=(100, 30)),
@@ -84,6 +91,31 @@ FEATURES = {
     "bias of heads": lambda: dict(bias=randn(4, 1, 1)),
     "bias of one number": lambda: dict(bias=randn(1).squeeze()),
     "bias with -inf": lambda: dict(bias=randn(2, 4, 333, 517).masked_fill_(visible(2, 4, 333, 517), float("-inf"))),
+    "bias in padded rows": lambda: dict(bias=padded(randn(2, 4, 333, 517), float("nan"))),
+    "bias over heads in padded rows, causal": lambda: dict(bias=padded(randn(2, 1, 333, 517), float("nan")), causal=True),
+    "bias over both in padded rows, window": lambda: dict(bias=padded(randn(333, 517), float("nan")), window_size=(100, 30)),
+    "float16 bias of the batch": lambda: dict(bias=padded(randn(2, 1, 333, 517, dtype=torch.float16))),
+    "float32 bias over heads": lambda: dict(bias=randn(2, 1, 333, 517, dtype=torch.float32), window_size=(64, 0)),
+    "bias with -inf over heads": lambda: dict(
+        bias=padded(randn(2, 1, 333, 517).masked_fill_(visible(2, 1, 333, 517), float("-inf"))),
+        learnable_sink=randn(4, dtype=torch.float32),
+    ),
+    "bias with empty rows": lambda: dict(bias=padded(randn(2, 1, 333, 517).masked_fill_(visible(2, 1, 333, 1), float("-inf")))),
+    "bias as low as float32 goes": lambda: dict(
+        bias=torch.zeros(2, 1, 1, 517, device="cuda").masked_fill_(visible(2, 1, 1, 517), torch.finfo(torch.float32).min)
+    ),
+    "bias that is -1e4 everywhere": lambda: dict(bias=padded(randn(2, 1, 333, 517, dtype=torch.float32) - 1e4)),
+    "mask in padded rows": lambda: dict(mask=padded(visible(2, 4, 333, 517), True)),
+    "mask over heads in padded rows, window": lambda: dict(mask=padded(visible(2, 1, 333, 517), True), window_size=(100, 30)),
+    "bias and mask in padded rows": lambda: dict(
+        bias=padded(randn(1, 1, 333, 517)),
+        mask=padded(visible(2, 1, 333, 517), True),
+        causal=True,
+        softcap=3.0,
+        alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.1,
+        seqused_q=lengths(333, 100),
+        seqused_k=lengths(100, 517),
+    ),
     "mask": lambda: dict(mask=visible(2, 4, 333, 517)),
     "mask over heads, causal": lambda: dict(mask=visible(2, 1, 333, 517), causal=True),
     "key padding": lambda: dict(mask=visible(2, 1, 1, 517)),
@@ -110,6 +142,20 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_each_feature(backend, name):
     compare({**qkv(), **FEATURES[name]()}, backend)
+
+
+WIDE = (
+    "bias in padded rows",
+    "bias with -inf over heads",
+    "bias of keys",
+    "mask over heads in padded rows, window",
+    "bias and mask in padded rows",
+)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_tensors_beside_wide_heads(backend, name):
+    compare({**qkv(head_dim=128, kv_heads=4), **FEATURES[name]()}, backend, deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["window", "softcap", "bias", "everything"])

@@ -23,6 +23,9 @@ def gradients(inputs, dout, **options):
 def test_auto_takes_it(dim):
     told = explain(**qkv(head_dim=dim), causal=True, pass_="bwd")
     assert told.backend == "hopper" and told.extra_bytes > 2 * 333 * 4 * dim * 4
+    for pass_, tensors in (("fwd", (1, 4)), ("bwd", (1, 1))):  # backward K and V belong to all heads that share them
+        for given in (dict(bias=randn(*tensors, 333, 517)), dict(mask=randn(*tensors, 333, 517) > 0)):
+            assert explain(**qkv(head_dim=dim), **given, pass_=pass_).backend == ("hopper" if dim <= 128 else "triton")
     assert explain(**qkv(head_dim=dim), bias=randn(1, 4, 333, 517), pass_="bwd").backend == "triton"
 
 
@@ -56,6 +59,27 @@ def test_what_no_query_sees_and_rows_without_keys_hold_anything(dim):
     for got, expected in zip(gradients(inputs, dout, **options), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
         assert (got == 0)[expected == 0].all()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["bias", "mask"])
+@pytest.mark.parametrize("keys", [333, 336], ids=["read by threads", "read by TMA"])
+def test_what_a_tensor_hides_may_hold_anything(kind, keys, dim):
+    """NaN in keys and queries that nobody sees, forward and backward, also where a window and a tensor hide a key only together."""
+    seen = torch.rand(2, 1, 300, keys, device="cuda") < 0.7
+    seen[:, :, :, 5::50] = seen[:, :, 7::40] = False
+    together = 40  # a key that the queries up to position 140 see through the window: those from 104 or 107 on do not
+    seen[:, :, :110, together] = False
+    given = dict(mask=seen) if kind == "mask" else dict(bias=randn(2, 1, 300, keys).masked_fill_(~seen, float("-inf")))
+    options = dict(window_size=(100, 20), backend="hopper", **given)
+    inputs, dout = qkv(2, 300, keys, head_dim=dim), randn(2, 300, 4, dim)
+    clean, want = attention(**inputs, **options), gradients(inputs, dout, **options)
+    for x in (inputs["k"], inputs["v"]):
+        x[:, 5::50] = x[:, together] = float("nan")
+    inputs["q"][:, 7::40] = dout[:, 7::40] = float("nan")
+    torch.testing.assert_close(attention(**inputs, **options), clean, rtol=0, atol=0)
+    for got, expected in zip(gradients(inputs, dout, **options), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,8 +83,8 @@ def _unserved_lists(t: Operands, r: Rules) -> str | None:
 
 
 def _unserved_matrix(name: str, x: Tensor, t: Operands, request: Request) -> str | None:
-    if request.backward:
-        return f"its backward pass does not read a {name}"
+    if request.backward and values_a_head(t):
+        return f"its backward pass shares K and V between heads that a {name} tells apart"
     if t.cu_seqlens_q is not None:
         return f"it does not read a {name} of packed sequences"
     if t.blocks is not None:
@@ -96,6 +96,17 @@ def _unserved_matrix(name: str, x: Tensor, t: Operands, request: Request) -> str
     if x.shape[3] > 1 and x.stride(3) not in (0, 1):
         return f"{name} has an inner stride of {x.stride(3)}: it needs 1"
     return None
+
+
+@lru_cache(maxsize=4096)
+def sizes_used(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes, with 1 for a dimension that is broadcast, by its size or its stride."""
+    return tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+
+
+def values_a_head(t: Operands) -> bool:
+    """Whether a bias or mask may hide a value from some of the query heads that share it."""
+    return t.q.shape[1] != t.k.shape[1] and any(x is not None and sizes_used(x.shape, x.stride())[1] > 1 for x in (t.bias, t.mask))
 
 
 def _unserved_tensor(t: Operands, request: Request) -> str | None:
@@ -149,7 +160,8 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
         from .backward_launch import variant_of
 
         v = variant_of(t, r, "alibi_slopes" in request.needs)
-        return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages"
+        copied = "; Q, K, V and dO are copied first, without what is not finite and nobody sees" if v.bias or v.mask else ""
+        return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
     from .configs import ROWS
     from .launch import tile_of
 
@@ -161,15 +173,13 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
 def workspace_bytes(t: Operands, r: Rules, request: Request) -> int:
     """Device memory that a pass takes beside its results and what the forward pass saved: backward, dQ in float32 and two numbers a query;
-    forward, the copy of V beside a bias or mask."""
+    with a bias or mask also copies, forward of V, backward of all that is read."""
     if request.backward:
         from .backward_launch import workspace_bytes
 
         return workspace_bytes(t, r)
     if t.bias is None and t.mask is None:
         return 0
-    from .launch import values_a_head
-
     return t.v.numel() * t.v.element_size() * (t.q.shape[1] // t.k.shape[1] if values_a_head(t) else 1)
 
 

@@ -42,6 +42,9 @@ class BackwardVariant:
     softcap: bool = False
     alibi: bool = False
     slope_gradient: bool = False
+    bias: str = ""  # the form of a bias, see `matrices`
+    bias_dtype: str = "bf16"
+    mask: str = ""
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
 
@@ -140,6 +143,16 @@ class BackwardVariant:
         return self.block_m * 4
 
     @property
+    def matrix_bytes(self) -> int:
+        """What TMA brings of a bias and a mask beside a tile of Q."""
+        return self.block_m * self.block_n * (2 * (self.bias == "tma") + (self.mask == "tma"))
+
+    @property
+    def q_stage_bytes(self) -> int:
+        """What TMA brings with a tile of Q: the LSE of its rows, with a bias also what float32 lost of it, and the matrices."""
+        return self.q_bytes + self.row_bytes * (2 if self.bias else 1) + self.matrix_bytes
+
+    @property
     def k_bytes(self) -> int:
         return self.block_n * self.dim * 2
 
@@ -158,7 +171,7 @@ class BackwardVariant:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, without barriers."""
-        q = self.stages * (self.q_bytes + self.row_bytes)
+        q = self.stages * self.q_stage_bytes
         do = self.do_stages * (self.do_bytes + self.row_bytes)
         scores = self.block_n * self.block_m * 2 * (2 if self.share_p else 1)
         return q + do + self.k_bytes + self.v_bytes + scores + self.block_m * self.dq_columns * 4
@@ -166,7 +179,7 @@ class BackwardVariant:
     @property
     def barrier_offset(self) -> int:
         """Where the barriers lie, behind every buffer that is not smaller than they are."""
-        rings = (stages * self.row_bytes for stages in (self.stages, self.do_stages))
+        rings = (stages * self.row_bytes for stages in (self.stages, self.do_stages, *((self.stages,) if self.bias else ())))
         return self.shared_bytes - sum(size for size in rings if size < 8 * self.barrier_words)
 
 
@@ -186,7 +199,7 @@ def columns(head_dim: int) -> int:
 
 
 def tile_name(head_dim: int, head_dim_v: int, featured: bool) -> str:
-    """The tile that serves a call. `featured`: softcap or ALiBi, whose terms need the registers of half a tile."""
+    """The tile that serves a call. `featured`: softcap, ALiBi, a bias or a mask, whose terms need the registers of half a tile."""
     widest = max(head_dim, head_dim_v)
     if widest > 64:
         return "128" if widest <= 128 else "256"

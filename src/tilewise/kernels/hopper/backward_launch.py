@@ -1,7 +1,9 @@
 """From a call's backward pass to its launches: the variant that serves it, its compiled kernel, descriptors and workspace.
 
-Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`; packed sequences are scheduled before, and what their tiles add to is
-cleared (`clear_ends`). The workspace is O(N): dQ in float32, two numbers a query and, where additions are ordered, one a query block.
+Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`; packed sequences are scheduled before, and what their tiles add to
+is cleared (`clear_ends`). With a bias the portable `row_terms` takes the place of the first, and portable kernels compute its gradient.
+The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
+bias or mask the copies that `hidden` makes.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from torch import Tensor
 from ...plan import Cotangents, Gradients, Operands, Rules, Saved
 from .. import replay
 from ..triton import packed
+from ..triton.backward_pass import backward as portable_backward
 from ..triton.launch import Launch, alignment, run, strides
+from ..triton.row_terms import row_terms_of
 from . import tma_refusal
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
 from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
-from .launch import L2_BYTES, LOG2_E, barrier_address, descriptor, element_type
+from .hidden import finite_copy
+from .launch import L2_BYTES, LOG2_E, barrier_address, descriptor, element_type, form_of, matrix_arguments, matrix_type
 
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
@@ -42,6 +47,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {width}],{shared_layout(swizzle, 4)!r}>"
 
     row = f"tensordesc<fp32[{variant.block_m}],{shared_layout(0, 1, 32)!r}>"
+    bias, mask = (matrix_type(dtype, variant.block_m, variant.block_n) for dtype in (variant.bias_dtype, "u8"))
     special = {
         "q_desc": tiled(variant.block_m, variant.dim, variant.swizzle),
         "k_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
@@ -58,6 +64,12 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "dslopes_ptr": "*fp32",
         "turns_ptr": "*i32",
         "records_ptr": "*i32",
+        "lse_rest_desc": row if variant.bias else "constexpr",
+        "bias_desc": bias if variant.bias == "tma" else "constexpr",
+        "bias_ptr": f"*{variant.bias_dtype}",
+        "mask_desc": mask if variant.mask == "tma" else "constexpr",
+        "mask_ptr": "*u8",
+        **{f"stride_{name}_{dim}": "i64" for name in ("bias", "mask") for dim in "bhm"},
         "scale": "fp32",
         "exp_scale": "fp32",
         "softcap": "fp32",
@@ -71,12 +83,13 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
 def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
     types = signature(variant, slopes)
+    absent = {name: None for name in ("lse_rest_desc", "bias_desc", "mask_desc") if types[name] == "constexpr"}
     address = variant.barrier_offset
     for _ in range(2):
         kernel = compile_kernel(
             attention_backward,
             types,
-            {"C": variant, "A": address},
+            {"C": variant, "A": address, **absent},
             num_warps=WARPS,
             maxnreg=variant.tile.launch_registers,
         )
@@ -92,8 +105,11 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
     lengths = t.seqused_q is not None or t.seqused_k is not None
     packed_rows = t.cu_seqlens_q is not None  # beyond a sequence lies another one
+    before_first = r.window_left >= 0 and (lengths or seqlen_k - seqlen_q > r.window_left)
+    before_keys = r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)
+    copied = t.bias is not None or t.mask is not None  # what nobody sees has then been cleared for the whole call
     return BackwardVariant(
-        tile=TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None)],
+        tile=TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or copied)],
         dtype=element_type(t.q.dtype),
         dim=columns(t.q.shape[3]),
         dim_v=columns(t.v.shape[3]),
@@ -101,13 +117,16 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         left=r.window_left >= 0,
         lengths_q=t.seqused_q is not None and not packed_rows,
         lengths_k=t.seqused_k is not None and not packed_rows,
-        hidden_keys=packed_rows or t.seqused_k is not None or (r.window_left >= 0 and (lengths or seqlen_k - seqlen_q > r.window_left)),
-        hidden_rows=packed_rows or t.seqused_q is not None or (r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)),
+        hidden_keys=not copied and (packed_rows or t.seqused_k is not None or before_first),
+        hidden_rows=not copied and (packed_rows or t.seqused_q is not None or before_keys),
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
         ordered=r.deterministic,
         packed=packed_rows,
+        bias=form_of(t.bias),
+        bias_dtype="bf16" if t.bias is None else element_type(t.bias.dtype),
+        mask=form_of(t.mask),
     )
 
 
@@ -133,6 +152,9 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         None if slopes is None else slopes.dtype,
         slope_gradient,
         r.deterministic,
+        form_of(t.bias),
+        None if t.bias is None else t.bias.dtype,
+        form_of(t.mask),
         q.device.index,
     )
     found = _programs.get(key)
@@ -155,7 +177,9 @@ def workspace_bytes(t: Operands, r: Rules) -> int:
     """Device memory that a backward pass takes beside its gradients."""
     variant = variant_of(t, r)
     rows = t.q.shape[0] * t.q.shape[1] * row_blocks_of(t, variant.block_m) * variant.block_m
-    return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0)
+    copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
+    copied = copies + 4 * rows * bool(variant.bias) if variant.bias or variant.mask else 0
+    return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0) + copied
 
 
 def head_group(heads: int, bytes_per_head: int) -> int:
@@ -200,23 +224,32 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     dout = cot.dout
     if dout is None:
         dout = torch.zeros(saved.out.shape, dtype=q.dtype, device=q.device)
+    if variant.bias or variant.mask:
+        q, dout = (finite_copy(x, t, r, keys=False, heads=heads) for x in (q, dout))
+        k, v = (finite_copy(x, t, r, keys=True, heads=heads_k) for x in (k, v))
     dout_16 = dout.to(q.dtype)
     if tma_refusal(dout_16) is not None:
         dout_16 = dout_16.contiguous()
     acc = q.new_empty(rows, variant.dim, dtype=torch.float32)
-    row_lse, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
     turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
-    sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_tiles, dtype=torch.float32)
     dlse, align = cot.dlse, alignment(saved.out, dout)
-    run(
-        prepare_rows, row_tiles * batch * heads,
-        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse, delta,
-        sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q,
-        seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
-        ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
-    )  # fmt: skip
-    if grads.dsink is not None and sinks is not None:
-        grads.dsink.copy_(sinks.sum((0, 2)))
+    rest: Tensor | None = None
+    if variant.bias:
+        # The LSE in natural numbers, and what float32 lost of it; in the order and with the padding of this kernel.
+        row_lse, rest, delta = row_terms_of(Launch(t, r), t, saved, dout, dlse, grads.dsink)
+        (acc if turns is None else turns).zero_()
+    else:
+        row_lse, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_tiles, dtype=torch.float32)
+        run(
+            prepare_rows, row_tiles * batch * heads,
+            saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse,
+            delta, sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads,
+            seqlen_q, seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
+            ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
+        )  # fmt: skip
+        if grads.dsink is not None and sinks is not None:
+            grads.dsink.copy_(sinks.sum((0, 2)))
 
     dk = k.new_empty(k.shape) if grads.dk is None else _by_tma(grads.dk)
     dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
@@ -251,8 +284,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         pointer if dslopes is None else dslopes.data_ptr(),
         pointer if turns is None else turns.data_ptr(),
         pointer if key_records is None else key_records.data_ptr(),
-        r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else 1.0,
-        LOG2_E if variant.softcap else r.softmax_scale * LOG2_E,
+        r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale if variant.bias else 1.0,
+        LOG2_E if variant.softcap or variant.bias else r.softmax_scale * LOG2_E,
         r.softcap,
         r.softmax_scale,
         seqlen_q,
@@ -266,6 +299,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         min(r.window_left, furthest),
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+        None if rest is None else Descriptor(rest, [rows], [1]),
+        *matrix_arguments(t.bias, variant.bias, pointer),
+        *matrix_arguments(t.mask, variant.mask, pointer),
         variant,
         program.address,
     )
@@ -283,3 +319,6 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             acc, turns, row_records, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_tiles, row_blocks,
             ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
         )  # fmt: skip
+    if grads.dbias is not None:
+        # The portable kernels recompute its tiles from the same LSE.
+        portable_backward(t, r, saved, cot, Gradients(dbias=grads.dbias))

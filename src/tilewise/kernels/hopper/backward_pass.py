@@ -11,7 +11,7 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 | barrier | arrives | waits |
 |---|---|---|
 | k_full, v_full | TMA | both computing warp groups, once |
-| q_full, do_full | TMA: Q with its LSE, dO with its delta | both computing warp groups |
+| q_full, do_full | TMA: Q with its LSE and what meets it of a bias or mask, dO with its delta | both computing warp groups |
 | q_empty, do_empty | each warp group, behind the wgmma wait that ends the reading | loading warp |
 | dq_full | each computing warp: its share of a part of dQ is written | the adding warp whose turn it is |
 | dq_empty | that adding warp: TMA has read it | both computing warp groups |
@@ -67,6 +67,7 @@ from .gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .matrices import Matrix, add_bias, broadcast_coordinate, load_matrix
 
 NUM_WARPS = gl.constexpr(WARPS)
 
@@ -78,6 +79,9 @@ class Buffers:
     q: memdesc_type  # [stages, 1, 1, block_m, dim]
     do: memdesc_type  # [stages, 1, 1, block_m, dim_v]
     lse: memdesc_type  # [stages, block_m]
+    lse_rest: memdesc_type  # [stages, block_m], with a bias
+    bias: memdesc_type  # [stages, 1, 1, block_m, block_n], where TMA brings it
+    mask: memdesc_type  # likewise
     delta: memdesc_type  # [stages, block_m]
     k: memdesc_type  # [1, 1, block_n, dim]
     v: memdesc_type  # [1, 1, block_n, dim_v]
@@ -87,10 +91,13 @@ class Buffers:
     barriers: memdesc_type
 
     @constexpr_function
-    def __init__(self, q, do, lse, delta, k, v, p, ds, dq, barriers):
+    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, barriers):
         self.q = q
         self.do = do
         self.lse = lse
+        self.lse_rest = lse_rest
+        self.bias = bias
+        self.mask = mask
         self.delta = delta
         self.k = k
         self.v = v
@@ -111,9 +118,12 @@ class Descriptors:
     dq: descriptor_type  # likewise, [rows, dim] float32
     dk: descriptor_type
     dv: descriptor_type
+    lse_rest: descriptor_type
+    bias: descriptor_type
+    mask: descriptor_type
 
     @constexpr_function
-    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv):
+    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask):
         self.q = q
         self.k = k
         self.v = v
@@ -123,6 +133,15 @@ class Descriptors:
         self.dq = dq
         self.dk = dk
         self.dv = dv
+        self.lse_rest = lse_rest
+        self.bias = bias
+        self.mask = mask
+
+
+@jit
+def matrix_coordinates(x, tile, head, row):
+    """Where the part of a bias or mask that meets a tile of scores starts, for TMA."""
+    return [broadcast_coordinate(tile.batch, x.stride_b), broadcast_coordinate(head, x.stride_h), row, tile.key]
 
 
 # ---------------------------------------------------------------------------------------------------------- loading, adding
@@ -149,9 +168,17 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             stage = stage_of(count, C.stages)
             wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
             q_full = mem.barriers.index(C.q_full + stage)
-            expect_bytes(q_full, C.q_bytes + C.row_bytes)
+            expect_bytes(q_full, C.q_stage_bytes)
             tma_load(desc.q, query_coordinates(C, tile, head, block), q_full, mem.q.index(stage))
             tma_load(desc.lse, [row], q_full, mem.lse.index(stage))
+            if C.bias != "":
+                tma_load(desc.lse_rest, [row], q_full, mem.lse_rest.index(stage))
+            if C.bias == "tma":
+                at = matrix_coordinates(p.bias, tile, head, block * C.block_m)
+                tma_load(desc.bias, at, q_full, mem.bias.index(stage))
+            if C.mask == "tma":
+                at = matrix_coordinates(p.mask, tile, head, block * C.block_m)
+                tma_load(desc.mask, at, q_full, mem.mask.index(stage))
             do_stage = stage_of(count, C.do_stages)
             wait(base + 8 * (C.do_empty + do_stage), phase_of(count, C.do_stages) ^ 1)
             do_full = mem.barriers.index(C.do_full + do_stage)
@@ -265,7 +292,28 @@ def halves(C: gl.constexpr, dq):
 
 
 @jit
-def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv, rest, dslope):
+def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.constexpr):
+    """(bias, mask) of the scores of one query block, transposed as they are, [block_n, block_m] or what broadcasts to it."""
+    BIAS: gl.constexpr = C.bias
+    MASK: gl.constexpr = C.mask
+    BLOCK_M: gl.constexpr = C.block_m
+    BLOCK_N: gl.constexpr = C.block_n
+    bias, mask = 0, 0
+    keys = (tile.key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout)))[:, None]
+    rows = (block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)))[None, :]
+    if BIAS == "tma":
+        bias = mem.bias.index(stage).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(layout)
+    elif BIAS != "":
+        bias = load_matrix(BIAS, p.bias, tile.batch, head, rows, p.seqlen_q, keys, p.seqlen_k)
+    if MASK == "tma":
+        mask = mem.mask.index(stage).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(layout)
+    elif MASK != "":
+        mask = load_matrix(MASK, p.mask, tile.batch, head, rows, p.seqlen_q, keys, p.seqlen_k)
+    return bias, mask
+
+
+@jit
+def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, count, dk, dv, rest, dslope):
     """What one query block adds to dK, dV and dslope, and its dQ. `count` numbers the query blocks of this CTA; `rest` is the second part
     of dQ of the block before, where it leaves in two: it waits for the first to be gone under this block's first products.
     """
@@ -294,9 +342,10 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
     if C.hidden_rows:
         wait(base + 8 * (C.do_full + do_stage), do_phase)
         clear_hidden_rows(C, p, q, do, tile, block)
+    bias, mask = matrices(C, p, mem, tile, head, block, stage, s_layout)
     zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
     s_future = warpgroup_mma(k, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-    lse_log2 = mem.lse.index(stage).load(row_layout)
+    lse = mem.lse.index(stage).load(row_layout)
     wait(base + 8 * (C.do_full + do_stage), do_phase)
     zero_dp = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
     dp_future = warpgroup_mma(v, do.permute((1, 0)), zero_dp, use_acc=False, is_async=True)
@@ -308,10 +357,21 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, block, slope_log2, pl
         # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale; its derivative is 4 r (1 - r) of the same quotient
         r = reciprocal(1.0 + gl.exp2(s * p.scale))
         s = p.softcap - 2.0 * p.softcap * r
-    exponent = s * p.exp_scale - lse_log2[None, :]
-    if C.alibi:
-        exponent = exponent - slope_log2 * distances(C, tile, block, s_layout)
+    if C.bias != "":
+        # As the forward pass rounded them: a bias may be so large that the last bit of a score decides. LSE is natural here.
+        if not C.softcap:
+            s = s * p.scale
+        if C.alibi:
+            s = s - slope * distances(C, tile, block, s_layout)
+        s = add_bias(s, bias)
+        exponent = (s - lse[None, :]) * p.exp_scale - mem.lse_rest.index(stage).load(row_layout)[None, :]
+    else:
+        exponent = s * p.exp_scale - lse[None, :]
+        if C.alibi:
+            exponent = exponent - slope * distances(C, tile, block, s_layout)
     prob = gl.exp2(exponent)
+    if C.mask != "":
+        prob = gl.where(mask != 0, prob, 0.0)
     if is_cut(block, plain_first, plain_end):
         prob = hide(C, p, tile, block, prob)
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
@@ -395,18 +455,18 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         _, rest = halves(C, gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout))
     count = 0
     for g in range(p.group):
-        slope_log2 = 0.0
+        slope = 0.0  # in base 2 where the LSE is
         dslope = 0
         head = tile.head_k * p.group + g
         if C.slope_gradient:
             s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, BLOCK_M * GROUPS // 2, 16])
             dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
         if C.alibi:
-            slope_log2 = gl.load(p.slopes_ptr + tile.sequence * p.stride_slopes + head).to(gl.float32) * LOG2_E
+            slope = gl.load(p.slopes_ptr + tile.sequence * p.stride_slopes + head).to(gl.float32) * (1.0 if C.bias != "" else LOG2_E)
         for j in range(tile.blocks):
             block = tile.last_block - j
             dk, dv, rest, dslope = add_block(
-                C, p, mem, base, thread, tile, block, slope_log2, plain_first, plain_end, count, dk, dv, rest, dslope
+                C, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, count, dk, dv, rest, dslope
             )
             count += 1
         if C.slope_gradient:
@@ -456,8 +516,23 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "window_left",
         "window_right",
         "stride_slopes",
+        "stride_bias_b",
+        "stride_bias_h",
+        "stride_bias_m",
+        "stride_mask_b",
+        "stride_mask_h",
+        "stride_mask_m",
     ],
-    do_not_specialize_on_alignment=["lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "dslopes_ptr", "turns_ptr", "records_ptr"],
+    do_not_specialize_on_alignment=[
+        "lengths_q_ptr",
+        "lengths_k_ptr",
+        "slopes_ptr",
+        "dslopes_ptr",
+        "turns_ptr",
+        "records_ptr",
+        "bias_ptr",
+        "mask_ptr",
+    ],
 )
 def attention_backward(
     q_desc,
@@ -490,6 +565,17 @@ def attention_backward(
     window_left,
     window_right,
     stride_slopes,
+    lse_rest_desc,
+    bias_desc,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    mask_desc,
+    mask_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -509,6 +595,17 @@ def attention_backward(
     do = gl.allocate_shared_memory(do_desc.dtype, [DO_STAGES, 1, 1, BLOCK_M, DIM_V], do_desc.layout)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout)
+    lse_rest, bias, mask = lse, q, q
+    rest_rows, bias_tiles, mask_tiles = lse_desc, q_desc, q_desc
+    if C.bias != "":
+        lse_rest = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+        rest_rows = lse_rest_desc
+    if C.bias == "tma":
+        bias = gl.allocate_shared_memory(bias_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], bias_desc.layout)
+        bias_tiles = bias_desc
+    if C.mask == "tma":
+        mask = gl.allocate_shared_memory(mask_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], mask_desc.layout)
+        mask_tiles = mask_desc
     ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     if C.share_p:  # noqa: SIM108
         prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
@@ -528,8 +625,8 @@ def attention_backward(
     barrier_init(barriers.index(C.dq_full + 1), count=NUM_WARPS)
     barrier_init(barriers.index(C.dq_empty), count=1)
     fence_async_shared()
-    desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc)
-    mem = Buffers(q, do, lse, delta, k, v, prob, ds, dq, barriers)
+    desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles)
+    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, barriers)
     p = BackwardProblem(
         lengths_q_ptr,
         lengths_k_ptr,
@@ -552,6 +649,8 @@ def attention_backward(
         window_left,
         window_right,
         stride_slopes,
+        Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
+        Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
     )
     warp_specialize(
         [

@@ -7,6 +7,7 @@ than the one before, and adding dQ in that order costs little.
 
 from .barriers import uniform
 from .gluon_api import aggregate, constexpr_function, gl, jit
+from .matrices import Matrix
 from .walk import columns, divide
 
 
@@ -37,6 +38,8 @@ class BackwardProblem:
     window_left: gl.tensor
     window_right: gl.tensor
     stride_slopes: gl.tensor
+    bias: Matrix
+    mask: Matrix
 
     @constexpr_function
     def __init__(
@@ -62,6 +65,8 @@ class BackwardProblem:
         window_left,
         window_right,
         stride_slopes,
+        bias,
+        mask,
     ):
         self.lengths_q_ptr = lengths_q_ptr
         self.lengths_k_ptr = lengths_k_ptr
@@ -84,6 +89,8 @@ class BackwardProblem:
         self.window_left = window_left
         self.window_right = window_right
         self.stride_slopes = stride_slopes
+        self.bias = bias
+        self.mask = mask
 
 
 @aggregate

@@ -82,7 +82,8 @@ def finite_copy(x: Tensor, t: Operands, r: Rules, *, keys: bool, heads: int) -> 
     lengths = [None if n is None else n.contiguous() for n in (t.seqused_q, t.seqused_k)]
     furthest = size_q + size_k  # a window beyond it hides nothing; keeps positions inside int32
     windows = [furthest if w < 0 else min(w, furthest) for w in (r.window_left, r.window_right)]
-    call = Launcher((x, t.bias, t.mask, *lengths), (heads, heads_q, size_q, size_k, *windows, keys))
+    rules = (heads, heads_q, size_q, size_k, *windows, keys)
+    call = Launcher((x, t.bias, t.mask, *lengths), rules if x.is_cuda else None)
     if not call.repeat(copy_finite, (copy,)):
         align = alignment(x)
         call.run(

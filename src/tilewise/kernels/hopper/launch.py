@@ -17,7 +17,7 @@ from torch import Tensor
 from ...plan import Operands, Outputs, Rules
 from .. import replay
 from ..triton.launch import as_bytes, broadcast_strides
-from . import tma_refusal
+from . import sizes_used, tma_refusal, values_a_head
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
@@ -152,17 +152,6 @@ def _form(shape: tuple[int, ...], stride: tuple[int, ...], element: int, aligned
     steps = (step * element for size, step in zip((*outer, rows), stride, strict=False) if size > 1)
     by_tma = element <= 2 and aligned and all(step % 16 == 0 and step < 1 << 40 for step in steps)
     return "tma" if by_tma else "full"
-
-
-@lru_cache(maxsize=4096)
-def sizes_used(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes, with 1 for a dimension that is broadcast, by its size or its stride."""
-    return tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
-
-
-def values_a_head(t: Operands) -> bool:
-    """Whether a bias or mask may hide a value from some of the query heads that share it."""
-    return t.q.shape[1] != t.k.shape[1] and any(x is not None and sizes_used(x.shape, x.stride())[1] > 1 for x in (t.bias, t.mask))
 
 
 def tile_of(t: Operands, r: Rules) -> Tile:
