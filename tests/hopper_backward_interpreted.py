@@ -66,11 +66,10 @@ class StandIn:
         else:
             a["dq_desc"].base.add_(dq)
 
-
     def packed(self, a):
         """Tile by tile, as the records say."""
         c = self.variant
-        q, k, v, do, dk, dv = (a[f"{name}_desc"].base.float()[0] for name in ("q", "k", "v", "do", "dk", "dv"))
+        q, k, v, do = (a[f"{name}_desc"].base.float()[0] for name in ("q", "k", "v", "do"))
         heads, group = q.shape[0], a["group"]
         lse, delta = (a[f"{name}_desc"].base.view(heads, a["row_blocks"], c.block_m) for name in ("lse", "delta"))
         acc = a["dq_desc"].base.view(heads, a["row_blocks"], c.block_m, c.dim)
@@ -213,8 +212,8 @@ def test_packed_sequences_with_the_large_kernel_replaced(name, monkeypatch):
 
     heads_first = {n: inputs[n].transpose(0, 1)[None] for n in "qkv"}
     t = Operands(
-        *heads_first.values(), alibi_slopes=inputs.get("alibi_slopes"), sink=inputs.get("learnable_sink"), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
-        seqused_q=options.get("seqused_q"), seqused_k=options.get("seqused_k"),
+        *heads_first.values(), alibi_slopes=inputs.get("alibi_slopes"), sink=inputs.get("learnable_sink"),
+        seqused_q=options.get("seqused_q"), seqused_k=options.get("seqused_k"), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
     )  # fmt: skip
     r = Rules(case["dim"] ** -0.5, window_right=0 if case["causal"] else -1, deterministic=case["ordered"])
     variant = backward_launch.variant_of(t, r, case["slopes"])

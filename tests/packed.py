@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 def build(
     name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", size: Size = SIZE, head_dims: tuple[int, int] = (20, 17)
 ) -> dict[str, Any]:
-    """The arguments of one case, with some rows that belong to no sequence, q, k and v among them."""
+    """The arguments of one case, with some rows that belong to no sequence, q, k and v among them. `head_dims`: of keys, of values."""
     generator = torch.Generator().manual_seed(len(name))
 
     def normal(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """From a call's backward pass to its launches: the variant that serves it, its compiled kernel, descriptors and workspace.
 
-Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`; those that schedule packed sequences come before. The workspace is O(N):
-dQ in float32, two numbers a query and, where additions are ordered, one a query block.
+Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`; packed sequences are scheduled before, and what their tiles add to is
+cleared (`clear_ends`). The workspace is O(N): dQ in float32, two numbers a query and, where additions are ordered, one a query block.
 """
 
 from __future__ import annotations
@@ -210,10 +210,10 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     dlse, align = cot.dlse, alignment(saved.out, dout)
     run(
         prepare_rows, row_tiles * batch * heads,
-        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
-        *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
-        min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right, ACC=variant.dim,
-        PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
+        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse, delta,
+        sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q,
+        seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
+        ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
     )  # fmt: skip
     if grads.dsink is not None and sinks is not None:
         grads.dsink.copy_(sinks.sum((0, 2)))

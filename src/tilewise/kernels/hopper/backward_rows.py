@@ -2,8 +2,8 @@
 
 Strides come in units of ALIGN elements, so that the compiler knows how wide it may read; an inner stride of 1 comes as None.
 
-LSE, delta and the accumulator of dQ have `row_blocks` blocks of BLOCK_M rows a head. Those of a packed sequence s, whose first query is q, start
-at block q // BLOCK_M + s: each sequence before it needs at most one more than its queries fill.
+LSE, delta and the accumulator of dQ have `row_blocks` blocks of BLOCK_M rows a head. Those of a packed sequence s, whose first query is q,
+start at block q // BLOCK_M + s: each sequence before it needs at most one more than its queries fill.
 """
 
 import triton
@@ -93,8 +93,8 @@ def finish_queries(
     heads, seqlen, tiles, row_blocks,
     ALIGN: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * accumulator, in dQ's own dtype and strides; 0 where no turn was taken. One program BLOCK_M queries, as in `prepare_rows`,
-    but also those that lie beyond the length of their sequence, or in none.
+    """dQ = scale * accumulator, in dQ's own dtype and strides; 0 where no turn was taken. One program BLOCK_M queries, as in
+    `prepare_rows`, but also those that lie beyond the length of their sequence, or in none.
 
     The accumulator has ACC columns, a multiple of 64; in two parts they lie as `backward_pass.halves` says.
     """
@@ -127,7 +127,7 @@ def clear_ends(
     records_ptr, dk_ptr, dv_ptr, stride_dk_h: tl.int64, stride_dk_s: tl.int64, stride_dv_h: tl.int64, stride_dv_s: tl.int64, tiles,
     ALIGN: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """0 in the keys of each packed sequence that fill only a part of a tile: the backward kernel adds to these. One program a tile of keys."""
+    """0 in the keys of each packed sequence that fill only a part of a tile: the backward kernel adds to these. One program a tile."""
     tile, h = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     _sequence, row0, _first_q, _rows_q, _length, first_k, rows_k, _length_k = packed_tile(records_ptr + tile * 8)
     if row0 + BLOCK_N <= rows_k:

@@ -88,8 +88,8 @@ class BackwardProblem:
 
 @aggregate
 class KeyTile:
-    """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down. Keys, queries and blocks are counted inside
-    a sequence; those of packed ones start at `first_k`, `first_q` and `first_block` of the whole row, those of a batch item at 0.
+    """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down. Keys, queries and blocks are counted
+    inside a sequence; those of packed ones start at `first_k`, `first_q` and `first_block` of the whole row, those of a batch item at 0.
     """
 
     batch: gl.tensor  # 0 for packed sequences, which are one item
@@ -202,12 +202,12 @@ def slope_place(C: gl.constexpr, p, tile, head):
     """Where a tile writes its share of the gradient of a slope: those of packed sequences at their first key, in a row as long as all keys,
     which is summed by sequence.
     """
-    query_head = (tile.batch * p.heads_k * p.group + head).to(gl.int64)
+    query_head = tile.batch * p.heads_k * p.group + head
     if C.packed:
-        place = query_head * p.seqlen_k + tile.first_k + tile.key
+        row, place = p.seqlen_k, tile.first_k + tile.key
     else:
-        place = query_head * p.key_tiles + tile.block
-    return p.dslopes_ptr + place
+        row, place = (p.seqlen_k + C.block_n - 1) >> C.log2_block_n, tile.block
+    return p.dslopes_ptr + query_head.to(gl.int64) * row + place
 
 
 @jit
