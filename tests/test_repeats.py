@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise import attention, repeats
+from tilewise import UnsupportedAttention, attention, attention_with_kvcache, plan, repeats
 from tilewise.kernels import replay
 from tilewise.kernels.triton import launching
 from tilewise.kernels.triton.launching import Descriptor
@@ -173,14 +173,13 @@ def test_the_launcher_in_c_is_called_as_tritons_public_way_calls_it(monkeypatch:
 # ------------------------------------------------------------------------------------------------------------- what makes a call
 
 
-PLAIN: dict[str, Any] = dict(
-    causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0, dropout_p=0.0, deterministic=False, layout="bshd", backend="auto",
-    out_dtype=None, check_values=False, return_aux=(),
-)  # fmt: skip
+RULES: dict[str, Any] = dict(causal=False, softmax_scale=None, softcap=0.0, layout="bshd", backend="auto", out_dtype=None)
+OTHERS: dict[str, Any] = dict(window_size=(-1, -1), deterministic=False, excluded=(0.0, False), return_aux=())
 
 
-def key(*tensors: torch.Tensor, **changes: Any) -> Any:
-    return repeats.key_of(*tensors, *(PLAIN | changes).values())
+def key(*tensors: torch.Tensor | None, **changes: Any) -> Any:
+    rules = tuple((RULES | {name: x for name, x in changes.items() if name in RULES}).values())
+    return repeats.key_of(tensors, rules, **(OTHERS | {name: x for name, x in changes.items() if name in OTHERS}))
 
 
 @pytest.fixture
@@ -219,24 +218,43 @@ def test_the_key_of_a_call_holds_every_rule(on_gpu: list[torch.Tensor], change: 
 
 
 @pytest.mark.parametrize(
-    "change",
+    "pair",
     [
-        {"causal": 1}, {"causal": 0}, {"window_size": (True, False)}, {"window_size": [-1, -1]}, {"softmax_scale": 1}, {"softcap": False},
-        {"dropout_p": False}, {"dropout_p": 0.5}, {"deterministic": 0}, {"check_values": True}, {"check_values": 0},
-        {"backend": "reference"}, {"return_aux": "entropy"}, {"return_aux": ("lse",)}, {"out_dtype": []},
+        ({"causal": 1}, {"causal": True}), ({"causal": 0}, {"causal": False}), ({"window_size": (True, 0)}, {"window_size": (1, 0)}),
+        ({"window_size": (1, False)}, {"window_size": (1, 0)}), ({"softmax_scale": True}, {"softmax_scale": 1.0}),
+        ({"softcap": False}, {"softcap": 0.0}), ({"deterministic": 0}, {"deterministic": False}), ({"excluded": (False, False)}, {}),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_only_equals_a_call_that_came_before_is_checked(on_gpu: list[torch.Tensor], change: dict[str, Any]) -> None:
+def test_what_only_equals_a_call_that_came_before_is_another_one(
+    on_gpu: list[torch.Tensor], pair: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    wrong, right = pair
+    assert key(*on_gpu, **wrong) != key(*on_gpu, **right) != None  # noqa: E711
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window_size": [-1, -1]}, {"window_size": (1, 2, 3)}, {"window_size": (1, [])}, {"excluded": (0.5, False)},
+        {"excluded": (0.0, True)}, {"return_aux": "entropy"}, {"return_aux": ("lse",)}, {"return_aux": None}, {"out_dtype": []},
+        {"softcap": torch.ones(2)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_calls_have_no_key(on_gpu: list[torch.Tensor], change: dict[str, Any]) -> None:
     assert key(*on_gpu, **change) is None
 
 
 def test_torchs_settings_are_read_on_every_call(on_gpu: list[torch.Tensor]) -> None:
     before, flag = key(*on_gpu), torch.are_deterministic_algorithms_enabled()
     try:
+        keys = []
         for setting in (True, False):
             torch.use_deterministic_algorithms(setting)
-            assert (key(*on_gpu, deterministic=None) == before) == (not setting) and key(*on_gpu) == before
+            keys.append(key(*on_gpu, deterministic=None))
+            assert key(*on_gpu) == before
+        assert keys[0] != keys[1]
     finally:
         torch.use_deterministic_algorithms(flag)
     torch.set_float32_matmul_precision("high")
@@ -271,10 +289,7 @@ def test_what_watches_or_transforms_a_call_sees_the_operator(on_gpu: list[torch.
 
 def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tiled path, of which nothing is recorded: outputs, gradients, second derivatives, gradients of some inputs, hooks."""
-    from tilewise import plan
-
     monkeypatch.setattr(plan, "target_of", lambda device: plan.Target("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     calls: list[dict[str, Any]] = [{"causal": True}, {"return_aux": "lse", "window_size": (2, -1)}, {"layout": "bhsd", "softcap": 3.0}]
     for call in calls:
         inputs = [torch.randn(2, 4, 4, 16, requires_grad=True) for _ in range(3)]
@@ -296,3 +311,50 @@ def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: li
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
             for x, y in zip(derivatives_of(inputs, call), expected, strict=True):
                 torch.testing.assert_close(x, y)
+
+
+# ----------------------------------------------------------------------------------------------------------------- over a cache
+
+
+def cached(**changes: Any) -> dict[str, torch.Tensor]:
+    """A step of decoding: two items that append a token each."""
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
+    caches = [torch.randn(2, 32, 2, 16) for _ in range(2)]
+    return dict(q=q, k_cache=caches[0], v_cache=caches[1], k=k, v=v, cache_seqlens=torch.tensor([3, 20], dtype=torch.int32)) | changes
+
+
+def test_a_repeated_call_over_a_cache_appends_once_and_tells_autograd(on_gpu: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "target_of", lambda device: plan.Target("cpu"))
+    for _ in range(5):
+        call = cached()
+        twin = {name: x.clone() for name, x in call.items()}
+        versions = call["k_cache"]._version, call["v_cache"]._version
+        out, aux = attention_with_kvcache(**call, causal=True, return_aux="lse")
+        with monkeypatch.context() as patch:
+            patch.setattr(repeats, "key_of", lambda *_: None)
+            expected, lse = attention_with_kvcache(**twin, causal=True, return_aux="lse")
+        assert torch.equal(out, expected) and torch.equal(aux.lse, lse.lse)
+        assert all(torch.equal(call[name], twin[name]) for name in call)
+        assert call["k_cache"]._version > versions[0] and call["v_cache"]._version > versions[1]
+    with pytest.raises(UnsupportedAttention, match="requires grad"):
+        attention_with_kvcache(**cached(q=torch.randn(2, 1, 4, 16, requires_grad=True)), causal=True, return_aux="lse")
+
+
+def test_values_inside_the_keys_are_told_from_values_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same layouts: a kernel that loads both from one place must not be played for two."""
+    monkeypatch.setattr(repeats, "_over_caches", replay.Passes())
+    kernel = Kernel(k="*fp32", v="*fp32", out="*fp32")
+
+    def read(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = k.new_empty(4)
+        replay.start(kernel, 1, k, v, out)
+        return out
+
+    q = torch.randn(4)
+    for together in (True, True, False, False, True):
+        k = torch.randn(8)
+        v = k.view(8) if together else torch.randn(8)
+        (out,) = repeats.over_a_cache(("key",), (q, k, v, None), lambda k=k, v=v: (read(k, v),))
+        launched = [x if isinstance(x, int) else x.data_ptr() for x in kernel.launches[-1][1:]]
+        assert launched == [k.data_ptr(), v.data_ptr(), out.data_ptr()]
+    assert len(repeats._over_caches.known) == 2 and all(isinstance(x, replay.Pass) for x in repeats._over_caches.known.values())

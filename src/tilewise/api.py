@@ -145,10 +145,8 @@ def attention(
         mask is None and bias is None and score_mod is None and alibi_slopes is None and learnable_sink is None and dropout_seed is None
         and seqused_q is None and seqused_k is None and q_descale is None and k_descale is None and v_descale is None
     ):  # fmt: skip
-        key = repeats.key_of(
-            q, k, v, causal, window_size, softmax_scale, softcap, dropout_p, deterministic, layout, backend, out_dtype, check_values,
-            return_aux,
-        )  # fmt: skip
+        rules = (causal, softmax_scale, softcap, layout, backend, out_dtype)
+        key = repeats.key_of((q, k, v), rules, window_size, deterministic, (dropout_p, check_values, backend == "reference"), return_aux)
         known = None if key is None else repeats.known.get(key)
         if known is not None:
             out, lse = known(q, k, v)

@@ -1,13 +1,13 @@
-"""Calls of `attention` that come again: found by one look-up, checked, chosen and launched as they were the first time.
+"""Calls that come again: found by one look-up, checked, chosen and launched as they were the first time.
 
 In training and serving the same call comes on every step with other numbers in its tensors. Validation, the choice of kernels and the
-arguments of their launches follow from what `key_of` puts together; `kernels.replay` keeps what they led to. Only calls whose tensors are
-q, k and v are looked for, on CUDA devices, and only where nothing watches, transforms or traces: all others go the ordinary way.
+arguments of their launches follow from what a key holds; `kernels.replay` keeps what they led to. Keys are made for calls on CUDA devices
+whose tensors are all arguments of their own, and only where nothing watches, transforms or traces: all others go the ordinary way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,56 +20,40 @@ from .ops import DIFFERENTIABLE, FORWARD_ARGS, float32_precision_allows_tf32, ru
 
 MOST = 1024  # calls kept at a time
 _PLAIN = (Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
+_STRIDED, _FLOAT32 = torch.strided, torch.float32
+_SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype))
+_SAVED = ("q", "k", "v", "out", "lse")
 known: dict[tuple[Any, ...], Repeated] = {}
 
 
 def key_of(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: Any,
-    window_size: Any,
-    softmax_scale: Any,
-    softcap: Any,
-    dropout_p: Any,
-    deterministic: Any,
-    layout: Any,
-    backend: Any,
-    out_dtype: Any,
-    check_values: Any,
-    return_aux: Any,
+    tensors: Sequence[Any], rules: Sequence[Any], window_size: Any, deterministic: Any, excluded: Sequence[Any], return_aux: Any
 ) -> tuple[Any, ...] | None:
-    """All that a call with these arguments and no other ones follows from, apart from what q, k and v hold and where they lie. None where
-    it must go the ordinary way. Values that are equal but of another type are not the same: some of them are errors."""
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+    """All that a call with these tensors, rules and window follows from, apart from what its tensors hold and where they lie. None where it
+    must go the ordinary way: also where anything of `excluded` is not None, 0 or False. Values that are equal but of another type are not
+    the same, for some of them are errors; so is what torch's settings were when a call came before."""
+    if torch.compiler.is_compiling() or type(window_size) is not tuple or len(window_size) != 2:
         return None
-    if not (q.is_cuda and k.is_cuda and v.is_cuda) or q.is_nested or k.is_nested or v.is_nested:
-        return None
-    if q.layout is not _STRIDED or k.layout is not _STRIDED or v.layout is not _STRIDED:
-        return None
-    if type(window_size) is not tuple or len(window_size) != 2 or type(window_size[0]) is not int or type(window_size[1]) is not int:
-        return None
-    if not (softmax_scale is None or type(softmax_scale) is float) or type(softcap) is not float:
-        return None
-    if type(causal) is not bool or not (deterministic is None or type(deterministic) is bool):
-        return None
-    if type(dropout_p) is not float or dropout_p != 0.0 or check_values is not False or (return_aux != () and return_aux != "lse"):
-        return None
-    if type(layout) is not str or type(backend) is not str or backend == "reference":
-        return None
-    if not (out_dtype is None or type(out_dtype) is torch.dtype):
+    values = (*rules, *window_size, deterministic, *excluded)
+    kinds = tuple(map(type, values))
+    if not _SIMPLE.issuperset(kinds) or any(excluded) or (return_aux != () and return_aux != "lse"):
         return None
     if derivatives.watched() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return None
     if torch.is_autocast_enabled("cuda"):
         return None
-    return (
-        q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.get_device(), k.get_device(), v.get_device(), causal, window_size, softmax_scale, softcap,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        layout, backend, out_dtype, return_aux, q.dtype is torch.float32 and float32_precision_allows_tf32(),
-    )  # fmt: skip
+    layouts: list[Any] = []
+    for x in tensors:
+        if x is None:
+            layouts.append(None)
+        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not x.is_nested:
+            layouts.append((x.dtype, x.shape, x.stride(), x.get_device()))
+        else:
+            return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    tf32 = tensors[0].dtype is _FLOAT32 and float32_precision_allows_tf32()
+    return (*layouts, values, kinds, deterministic, return_aux, tf32)
 
 
 def remember(key: tuple[Any, ...], arguments: dict[str, Any]) -> Repeated:
@@ -78,6 +62,25 @@ def remember(key: tuple[Any, ...], arguments: dict[str, Any]) -> Repeated:
         known.clear()
     found = known[key] = Repeated(arguments)
     return found
+
+
+def over_a_cache(key: tuple[Any, ...], tensors: Sequence[Any], compute: Callable[[], tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+    """(out, lse) of a call over a cache, as `compute` gives them: the arguments of `kvcache.attention_with_kvcache` that are tensors.
+
+    Values may lie in the memory of the keys, as the latent vectors of MLA do: then one address stands for both.
+    """
+    k_cache, v_cache, new_k = tensors[1:4]
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return compute()  # which refuses it in words
+    together = k_cache.data_ptr() == v_cache.data_ptr()
+    results = _over_caches.run((together, *key), [x for x in given if not (together and x is v_cache)], compute)
+    if new_k is not None:  # written in place, and not by an operator of torch
+        torch.autograd.graph.increment_version([k_cache, v_cache])
+    return results
+
+
+_over_caches = Passes(MOST)
 
 
 class Repeated:
@@ -97,26 +100,33 @@ class Repeated:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         return self.passes.run("forward", (q, k, v), lambda: run_forward({**self.arguments, "q": q, "k": k, "v": v})[:2])  # type: ignore[arg-type, return-value]
 
-    def backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of q, k and v, None where they are not needed."""
-        if dout is None and dlse is None:
-            return [None] * 3
-        names = dict(zip(("q", "k", "v", "out", "lse"), saved, strict=True))
-        args = {**self.arguments, **names, "entropy": None, "allow_tf32": self.allow_tf32}
-        cotangents = {"dout": dout, "dlse": dlse, "dkey_mass": None, "dentropy": None}
+    def backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of q, k and v, None where they are not needed. `saved` are q, k, v, out and lse, or what hooks made of them."""
         given = [*saved, *(x for x in (dout, dlse) if x is not None)]
-        if not derivatives.ordinary() or not all(type(x) in _PLAIN and x.is_cuda for x in given):
-            needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip("qkv", needs, strict=True)), "captured": [], "blocks": []}
-            grads = derivatives.FORWARD.vjp(args, (dout, dlse, None, None, None), needed)
-            return [grads.get(name) for name in ("q", "k", "v")]
-        key = (dout is None, dlse is None, *needs, *[(x.dtype, x.shape, x.stride(), x.get_device()) for x in given])
-
-        def compute() -> list[Tensor]:
-            all_needs = [*needs, *[False] * (len(DIFFERENTIABLE) - 3)]
-            return run_backward({**cotangents, **derivatives.common_arguments(args), "needs": all_needs})
-
-        computed = iter(self.passes.run(key, given, compute))
+        if len(given) == len(saved):
+            return [None] * 3
+        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda]
+        if len(layouts) < len(given) or not derivatives.ordinary():
+            return self._differentiable_backward(saved, dout, dlse, needs)
+        key = (dout is None, dlse is None, needs, *layouts)
+        computed = iter(self.passes.run(key, given, lambda: self._backward(saved, dout, dlse, needs)))
         return [next(computed) if needed else None for needed in needs]
+
+    def _named(self, saved: Sequence[Tensor]) -> dict[str, Any]:
+        """The arguments of the forward operator and its results."""
+        return {**self.arguments, **dict(zip(_SAVED, saved, strict=True)), "entropy": None, "allow_tf32": self.allow_tf32}
+
+    def _backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+        cotangents = {"dout": dout, "dlse": dlse, "dkey_mass": None, "dentropy": None}
+        all_needs = [*needs, *[False] * (len(DIFFERENTIABLE) - len(needs))]
+        return run_backward({**cotangents, **derivatives.common_arguments(self._named(saved)), "needs": all_needs})
+
+    def _differentiable_backward(
+        self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip("qkv", needs, strict=True)), "captured": [], "blocks": []}
+        grads = derivatives.FORWARD.vjp(self._named(saved), (dout, dlse, None, None, None), needed)
+        return [grads.get(name) for name in ("q", "k", "v")]
 
 
 class _Differentiable(torch.autograd.Function):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import attention, repeats
+from tilewise import attention, attention_with_kvcache, repeats
 from tilewise.kernels import replay
 
 from .common import qkv, randn
@@ -164,3 +164,34 @@ def test_float32_reads_torchs_precision_on_every_call() -> None:
             finally:
                 torch.set_float32_matmul_precision("highest")
     assert not torch.equal(seen["highest"], seen["high"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "appending", "paged", "rotary and split", "latent"])
+def test_a_played_call_over_a_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_over_caches", replay.Passes())
+    held = []
+    for step in range(6):
+        lengths = torch.tensor([5 + step, 300], dtype=torch.int32, device="cuda")
+        q, new = randn(2, 1, 8, 64), {"k": randn(2, 1, 2, 64), "v": randn(2, 1, 2, 64), "cache_seqlens": lengths}
+        caches, options = [randn(2, 512, 2, 64) for _ in range(2)], dict(new, causal=True)
+        if kind == "plain":
+            options = {}
+        elif kind == "paged":
+            caches = [randn(80, 16, 2, 64) for _ in range(2)]
+            options["page_table"] = torch.randperm(80, device="cuda")[:64].view(2, 32).int()
+        elif kind == "rotary and split":
+            options |= {"rotary_cos": randn(512, 32), "rotary_sin": randn(512, 32), "num_splits": 4, "return_aux": "lse"}
+        elif kind == "latent":
+            latent = randn(2, 512, 1, 576)
+            q, caches, options = randn(2, 1, 8, 576), [latent, latent[..., :512]], {"cache_seqlens": lengths}
+        copies = [x.clone() for x in caches] if kind != "latent" else caches
+        held.append((q, caches, copies, options))
+        got = attention_with_kvcache(q, *caches, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(repeats, "key_of", lambda *_: None)
+            expected = attention_with_kvcache(q, *copies, **options)
+        (got, lse), (expected, other) = (x if isinstance(x, tuple) else (x, None) for x in (got, expected))
+        assert torch.equal(got, expected) and all(map(torch.equal, caches, copies))
+        assert lse is None or torch.equal(lse.lse, other.lse)
+    (kept,) = repeats._over_caches.known.values()
+    assert isinstance(kept, replay.Pass)

@@ -12,11 +12,11 @@ from torch import Tensor
 from tilewise import attention, attention_varlen, packing
 from tilewise.kernels import hopper
 
-from ..packed import CASES, I32, Size, build, check, offsets
+from ..packed import CASES, I32, LARGE, SIZE, Size, build, check, offsets
 from .common import BACKENDS
 
 on_hopper = pytest.mark.skipif("hopper" not in BACKENDS, reason="needs a Hopper GPU")
-BOTH = ["triton", pytest.param("auto", marks=on_hopper)]  # "auto" differentiates with the Hopper kernel
+BOTH = [*BACKENDS, pytest.param("auto", marks=on_hopper)]
 # Sequences of every relation to a tile of 64 or 128; the fourth has queries and no keys.
 TILES = Size((5, 0, 300, 70, 129, 64), (6, 33, 257, 0, 128, 200), heads=4, kv_heads=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +43,18 @@ def test_every_gradient_of_the_hopper_kernel(
             arguments[key] = torch.tensor(used, dtype=I32, device="cuda")
     check(arguments, "auto", deterministic=deterministic)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "causal_window_softcap", "alibi_of_sequences", "alibi_sink", "lengths"])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_what_the_hopper_kernels_serve(name: str, head_dims: tuple[int, int], backend: str) -> None:
+    size = SIZE if name == "lengths" else LARGE
+    dtype = torch.float16 if name == "window" else torch.bfloat16
+    arguments = build("plain" if name == "alibi_of_sequences" else name, dtype, "cuda", size, head_dims)
+    if name == "alibi_of_sequences":
+        arguments |= {"causal": True, "alibi_slopes": torch.rand(len(size.lengths_q), size.heads, device="cuda", dtype=dtype) * 0.1}
+    check(arguments, backend)
 
 
 @pytest.mark.parametrize("name", ["causal", "bias_shared", "alibi_of_sequences", "mask_function"])

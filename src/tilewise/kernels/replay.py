@@ -8,6 +8,7 @@ tensors and launch is not kept.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -177,11 +178,10 @@ class Passes:
     """The recorded passes of one function, by what they follow from. A pass that could not be kept a few times is not watched again."""
 
     ATTEMPTS = 3  # the first pass on a stream makes what later ones find
-    MOST = 64
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 64) -> None:
+        self.most = most  # kept at a time
         self.known: dict[Any, Pass | int] = {}
-        self.watched = _watched()
 
     def run(self, key: Any, inputs: Sequence[Tensor], ordinary: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """What `ordinary` returns, which must follow from `key`, from the layouts of `inputs`, which `key` contains, and from what they
@@ -194,17 +194,18 @@ class Passes:
         if isinstance(known, Pass):
             return known.play(addresses, device)
         results, recorded = record(ordinary, addresses)
-        if len(self.known) >= self.MOST:
+        if len(self.known) >= self.most:
             self.known.clear()
         self.known[key] = known + 1 if recorded is None else recorded
         return results
 
     def here(self, device: torch.device) -> bool:
         """Whether launches go to `device` at once: they are not captured in a graph, and nobody listens to them."""
-        return torch.cuda.current_device() == device.index and not torch.cuda.is_current_stream_capturing() and not self.watched()
+        return torch.cuda.current_device() == device.index and not torch.cuda.is_current_stream_capturing() and not _listener()()
 
 
-def _watched() -> Callable[[], bool]:
+@functools.cache
+def _listener() -> Callable[[], bool]:
     """What says whether somebody listens to launches; without Triton there are none."""
     if find_spec("triton") is None:
         return bool

@@ -211,9 +211,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     run(
         prepare_rows, row_tiles * batch * heads,
         saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse, delta,
-        sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
-        min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right, ACC=variant.dim,
-        PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
+        sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q,
+        seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
+        ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
     )  # fmt: skip
     if grads.dsink is not None and sinks is not None:
         grads.dsink.copy_(sinks.sum((0, 2)))

@@ -234,7 +234,7 @@ def head_group(heads: int, group: int, bytes_per_key_head: int) -> int:
 
 
 def packed_records(t: Operands, r: Rules, block_m: int) -> Tensor:
-    """int32 (room for the tiles of a head + 1, 8): where each tile of packed sequences lies, the longest walks first; made on the device."""
+    """int32 (room for the tiles of a head + 1, 8): where each tile of packed sequences lies, the longest walks first."""
     from ..triton.launch import Launch
     from ..triton.packed import scheduled
 

@@ -269,7 +269,7 @@ def lists_of(C: gl.constexpr, p, number):
 
 @jit
 def listed_block(C: gl.constexpr, lists, j):
-    """The j-th block of keys that a tile visits: those of its partial list, then those of its full one. 0 past the end."""
+    """The j-th block of keys that a tile visits: those of its partial list, then those of its full one. Past the end nothing is read."""
     partial_ptr, full_ptr, num_partial, num_full = lists
     entry = j >> C.log2_list
     entry_ptr = gl.where(entry < num_partial, partial_ptr + entry, full_ptr + (entry - num_partial))
@@ -280,11 +280,7 @@ def listed_block(C: gl.constexpr, lists, j):
 @jit
 def find_tile(C: gl.constexpr, p, number):
     """The `number`-th tile."""
-    if C.listed:
-        tile = listed_tile(C, p, number)
-    else:
-        tile = ranged_tile(C, p, number)
-    return tile
+    return listed_tile(C, p, number) if C.listed else ranged_tile(C, p, number)
 
 
 @jit

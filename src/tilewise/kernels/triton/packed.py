@@ -163,6 +163,15 @@ class Tiles:
         return {"tiles_ptr": self.records, "slots": None if self.records is None else self.count}
 
 
+def query_tile_count(call: Launch, block: int) -> int:
+    """How many tiles of `block` queries a head has room for, over all batch items."""
+    return triton.cdiv(call.size_q, block) * call.batch if call.sequences is None else slots_of(call.size_q, block, call.sequences)
+
+
+def slots_of(size: int, block: int, sequences: int) -> int:
+    return size // block + sequences + 2
+
+
 def query_tiles(call: Launch, block: int, per_item: int | None = None) -> Tiles:
     """Tiles of `block` queries; a batch item has `per_item` of them, by default as many as hold its queries."""
     if call.sequences is None:
@@ -189,7 +198,7 @@ def scheduled(call: Launch, block: int, over_keys: bool, with_sequences: bool = 
     """Launch `schedule` for tiles of `block` rows."""
     t, sequences = call.t, call.sequences
     assert t.cu_seqlens_q is not None and t.cu_seqlens_k is not None and sequences is not None
-    slots = (call.size_k if over_keys else call.size_q) // block + sequences + 2
+    slots = slots_of(call.size_k if over_keys else call.size_q, block, sequences)
     records = t.cu_seqlens_q.new_empty(slots + 1, RECORD)
     of_sequences = t.cu_seqlens_q.new_empty(sequences, RECORD) if with_sequences else None
     matrices = [x for x in (t.bias, t.mask) if x is not None]
