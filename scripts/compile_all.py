@@ -34,8 +34,9 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient", "schedule", "sum_rows")
-KERNELS += ("find_nonfinite", "attention_jvp")
+KERNELS += ("find_nonfinite", "attention_jvp", "key_mass")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
+PURPOSE["key_mass"] = "dkdv"
 FEATURES = (
     "plain",
     "causal",
@@ -52,6 +53,7 @@ FEATURES = (
     "packed",
     "lists",
     "hidden",
+    "aux",
     "everything",
 )
 
@@ -105,7 +107,7 @@ def kernels_package(source: Path = SOURCES):
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, finite, forward_pass, lse_rest, packed, row_terms
+    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, finite, forward_pass, key_mass, lse_rest, packed, row_terms
     from tilewise.kernels.triton.tangents import forward as tangents
 
     return configs, {
@@ -118,6 +120,7 @@ def kernels_package(source: Path = SOURCES):
         "schedule": packed.schedule,
         "sum_rows": packed.sum_rows,
         "find_nonfinite": finite.find_nonfinite,
+        "key_mass": key_mass.key_mass,
         "attention_jvp": tangents.attention_jvp,
     }
 
@@ -154,7 +157,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     block, config = configs.padded(case.head_dim), config_of(case, configs)
     constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} if config else {"BLOCK_M": 64}
-    tma = bool(config and config.descriptors and case.kernel != "lse_rest")
+    tma = bool(config and config.descriptors and case.kernel not in ("lse_rest", "key_mass"))
     natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program")
     natural |= case.kernel in ("lse_rest", "bias_gradient", "attention_jvp")
     constants |= {
@@ -213,12 +216,14 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "captured_ptr": CAPTURED if case.has("program") else None,
         "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
         "nonfinite_ptr": "*i32",
+        "largest_ptr": "*fp32" if case.has("aux") else None,
+        "entropy_ptr": "*fp32" if case.has("aux") else None,
         "lists_ptr": ("*i32", "*i32", "*i32", "*i32", "*i64") if case.has("lists") else None,
         "list_sizes": ("i64",) * 6 if case.has("lists") else None,
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
-    statistics = {"lse_ptr", "tlse_ptr", "row_lse_ptr", "delta_ptr", "partial_ptr", "result_ptr"}
+    statistics = {"lse_ptr", "tlse_ptr", "row_lse_ptr", "delta_ptr", "partial_ptr", "result_ptr", "mass_ptr"}
 
     def kind(name: str) -> str | tuple | None:
         if name in optional:

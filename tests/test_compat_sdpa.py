@@ -194,3 +194,36 @@ def test_a_torch_without_the_extension_point_is_told_in_words(monkeypatch: pytes
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
     with pytest.raises(UnsupportedAttention, match=r"compat\.sdpa"):
         torch_sdpa.register()
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1,), (5, 1)])
+@pytest.mark.parametrize("leading", [(3,), (2, 3), (2, 2, 3)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_few_dimensions(shape: tuple[int, ...], leading: tuple[int, ...], causal: bool) -> None:
+    q, k = tensors((*leading, 5, 8), (*leading, 7, 8))
+    mask = torch.linspace(-1, 1, 35, dtype=torch.float64)[: torch.Size(shape).numel()].view(shape)
+    got = scaled_dot_product_attention(q, k, k, mask, is_causal=causal)
+    triangle = torch.zeros(5, 7, dtype=torch.float64).masked_fill(torch.ones(5, 7).triu(1).bool(), float("-inf"))
+    want = F.scaled_dot_product_attention(q, k, k, (mask + triangle if causal else mask + torch.zeros_like(triangle)))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 5), (2, 0, 5), (2, 2, 0)])
+def test_empty_dimensions_with_a_mask_of_rank_5(sizes: tuple[int, int, int]) -> None:
+    first, second, queries = sizes
+    q, k = tensors((first, second, 3, queries, 8), (first, second, 3, 4, 8))
+    out = scaled_dot_product_attention(q, k, k, torch.zeros(first, 1, 3, 1, 4, dtype=torch.float64))
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert not k.grad.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_misuse_is_named_as_the_user_named_it(causal: bool) -> None:
+    q, k = tensors((2, 4, 5, 8), (2, 4, 7, 8))
+    with pytest.raises(ValueError, match=r"attn_mask has shape \(5, 6\).* \(2, 4, 5, 7\)"):
+        scaled_dot_product_attention(q, k, k, torch.ones(5, 6, dtype=torch.bool), is_causal=causal)
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch\.int32"):
+        scaled_dot_product_attention(q, k, k, torch.ones(5, 7, dtype=torch.int32), is_causal=causal)
+    with pytest.raises(ValueError, match=r"^scale is nan"):
+        scaled_dot_product_attention(q, k, k, is_causal=causal, scale=float("nan"))

@@ -319,3 +319,25 @@ def test_pieces_cover_a_range_in_equal_parts() -> None:
         assert [x for part in parts for x in range(part.start, part.stop)] == list(range(start, start + length))
         lengths = [part.stop - part.start for part in parts]
         assert len(parts) == math.ceil(length / size) and (not parts or max(lengths) - min(lengths) <= 1)
+
+
+def test_aux_of_rows_whose_lse_has_lost_its_logarithm() -> None:
+    """-1e9 + ln 5 is -1e9 in float32, and the probabilities still sum to 1."""
+    bias = torch.tensor([-1e9, 0.0, torch.finfo(torch.float32).min]).view(1, 1, 3, 1)
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 5, 2, 8)
+    _, aux = attention(q, k, k, bias=bias, backend="tiled", return_aux=("key_mass", "entropy"))
+    torch.testing.assert_close(aux.key_mass.sum(-1), torch.full((1, 2), 3.0))
+    torch.testing.assert_close(aux.entropy[..., 2], torch.full((1, 2), math.log(5)))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_gradient_of_an_entropy_beside_very_low_biases(order: int) -> None:
+    """Its factor ln p is about -3e38 where p is 0: times a gradient above 1 that is -inf, and 0 times -inf NaN."""
+    bias = torch.where(torch.arange(6) % 2 == 0, torch.finfo(torch.float32).min, 0.0)
+    q, k = torch.randn(1, 2, 1, 8, requires_grad=True), torch.randn(1, 6, 1, 8)
+    results = []
+    for keys, chosen in ((k, bias), (k[:, 1::2], None)):
+        _, aux = attention(q, keys, keys, bias=chosen, backend="tiled", return_aux="entropy")
+        (grad,) = torch.autograd.grad(3.0 * aux.entropy.sum(), q, create_graph=order == 2)
+        results.append(grad if order == 1 else torch.autograd.grad(grad.square().sum(), q)[0])
+    torch.testing.assert_close(*results)

@@ -71,6 +71,11 @@ class BlockMask:
                 "use masks.Custom(f), for a bool tensor BlockMask.from_dense(visible)"
             )
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+            if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+                raise TypeError(f"BlockMask: {name} is {length!r} of type {type(length).__name__}; it must be an int")
+            if length < 0:
+                raise ValueError(f"BlockMask: {name} is {length}; it must be 0 or more")
         if device is None:
             device = next((t.device for t in rule.tensors()), None)
         device = torch.empty(0, device=device).device  # "cuda" becomes the current one

@@ -51,11 +51,17 @@ def typed(name: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         shown = repr(value)
         shown = f"{shown} of type " if len(shown) <= 60 and "\n" not in shown else "of type "
-        raise TypeError(f"{name} is {shown}{type(value).__name__}; it must be a {kind.__name__}")
+        raise TypeError(f"{name} is {shown}{_type_name(value)}; it must be a {kind.__name__}")
     if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
         layout = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
         raise TypeError(f"{name} is {layout}; it must be dense: use {name}.to_dense(), or pad it and give its lengths")
     return value
+
+
+def _type_name(value: Any) -> str:
+    """With its module where that is not Python's own: numpy has a bool, too."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Sizes:
@@ -95,7 +101,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Siz
 
 
 def check_window(window_size: Any) -> tuple[int, int]:
-    if isinstance(window_size, (str, bytes)) or not hasattr(window_size, "__len__") or len(window_size) != 2:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size is {window_size!r}; it must be a pair (left, right), -1 for unlimited")
     for side, value in zip(("left", "right"), window_size, strict=True):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
@@ -118,7 +124,9 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     target = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
     fits = x.ndim <= 4 and all(have in (1, want) for have, want in zip(reversed(x.shape), reversed(target), strict=False))
     if not fits:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {sizes.scores_name} = {target}")
+        padding = x.ndim == 2 and tuple(x.shape) == (sizes.batch, sizes.seqlen_k)
+        hint = f"; one row of keys for each batch item is given as {name}[:, None, None, :]" if padding else ""
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {sizes.scores_name} = {target}{hint}")
     return x
 
 

@@ -297,11 +297,11 @@ class Blocks(Mask):
     @property
     def block_sizes(self) -> tuple[int, int]:
         """Queries and keys of a block."""
-        if not isinstance(self.block_size, tuple):
+        if not isinstance(self.block_size, (tuple, list)):
             return self.block_size, self.block_size
         if len(self.block_size) != 2:
             raise ValueError(f"Blocks: block_size is {self.block_size}; it must be one number, or a pair for queries and keys")
-        return self.block_size
+        return self.block_size[0], self.block_size[1]
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
         _per_batch("Blocks", self.bits, batch)

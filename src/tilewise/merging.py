@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .checks import typed
 from .plan import accumulator_dtype
 
 
@@ -29,6 +30,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
 
     Raises:
         ValueError: no parts, differing counts, shapes that do not match, or an unknown layout.
+        TypeError: a part that is no floating tensor.
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
@@ -41,6 +43,10 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
         raise ValueError(f"layout is {layout!r}; it must be 'bshd' or 'bhsd'")
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(f"merge got {len(outs)} outs and {len(lses)} lses; give one lse for each out, at least one of each")
+    for index, part in enumerate(zip(outs, lses, strict=True)):
+        for name, x in zip(("outs", "lses"), part, strict=True):
+            if not typed(f"{name}[{index}]", x, Tensor).is_floating_point():
+                raise TypeError(f"{name}[{index}] has dtype {x.dtype}; it must be floating")
     first = outs[0]
     if first.ndim not in (3, 4):
         raise ValueError(f"outs[0] has shape {tuple(first.shape)}; it must have rank 4 (dense) or 3 (packed)")

@@ -222,8 +222,9 @@ def select(
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
     differentiates = request.backward or request.tangent
-    if backend == "hopper" and differentiates and why_not(backend, t, r, request, target) is not None:
-        backend = "auto"  # the Hopper kernels differentiate less than they compute; the other gradients come from the fastest that has them
+    lends = (backend == "hopper" and differentiates) or (backend == "triton" and request.backward and bool(request.aux))
+    if lends and why_not(backend, t, r, request, target) is not None:
+        backend = "auto"  # these kernels differentiate less than they compute; the other gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:
@@ -235,6 +236,8 @@ def select(
     declined = []
     for candidate in candidates:
         reason = why_not(candidate, t, r, request, target)
+        if reason is None and candidate == "triton":
+            reason = _not_yet_trusted(request)
         if reason is None:
             break
         declined.append((candidate, reason))
@@ -242,6 +245,14 @@ def select(
     if warn and candidate == "tiled" and target.type in ("cuda", "xpu"):
         _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
     return chosen
+
+
+def _not_yet_trusted(request: Request) -> str | None:
+    """What the Triton kernels compute as the specification does in Triton's interpreter, and no GPU has confirmed: only by name."""
+    if not request.aux or request.backward or request.tangent:
+        return None
+    names = " and ".join(sorted(request.aux))
+    return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
 
 
 @functools.cache

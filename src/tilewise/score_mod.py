@@ -53,7 +53,9 @@ def trace_score_mod(function: Callable[..., Any], device: torch.device | str | N
     """
     graph = Graph(device)
     with Tracing():
-        result = function(*[graph.var(name) for name in ("score", "b", "h", "q_idx", "kv_idx")])
+        result = _called(
+            function, "score_mod(score, b, h, q_idx, kv_idx)", *[graph.var(name) for name in ("score", "b", "h", "q_idx", "kv_idx")]
+        )
         root = convert(_result(graph, result, "score_mod", "the new score"), "float")
     return program_text(root, first=first)
 
@@ -72,10 +74,18 @@ def trace_mask_mod(function: Callable[..., Any], device: torch.device | str | No
 
 def trace_mask(function: Callable[..., Any], b: Expr, h: Expr, q_idx: Expr, kv_idx: Expr) -> Expr:
     """The boolean expression that a mask function makes of these operands, as part of their graph; call it within `Tracing`."""
-    root = _result(b.graph, function(b, h, q_idx, kv_idx), "the mask function", "a boolean")
+    result = _called(function, "the mask function(b, h, q_idx, kv_idx)", b, h, q_idx, kv_idx)
+    root = _result(b.graph, result, "the mask function", "a boolean")
     if root.kind != "bool":
         raise UnsupportedAttention(f"the mask function returns a value of kind {root.kind}; return a boolean, as in q_idx >= kv_idx")
     return root
+
+
+def _called(function: Callable[..., Any], call: str, *operands: Expr) -> Any:
+    try:
+        return function(*operands)
+    except TypeError as error:
+        raise TypeError(f"calling {call} failed: {error}") from error
 
 
 def _result(graph: Graph, result: Any, name: str, wanted: str) -> Expr:

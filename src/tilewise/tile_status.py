@@ -1,9 +1,10 @@
 """What each tile of the score matrix shows: nothing, something or everything. Found tile by tile, never pair by pair of the whole matrix.
 
 A rule is asked for what it knows: windows and row ranges give every tile's status from the ends of the ranges, blocks from their bits,
-documents from the smallest and largest number in each block, and `&`, `|`, `~` combine statuses. What stays unknown is computed from the
-rule's program, some tiles at a time. Rules that show nothing outside a window of p are described in a band: for each block of queries
-only the `width` blocks of keys from `base` on, so that memory is O(N / block) there, and O(tiles) elsewhere.
+documents from the smallest and largest number in each block, and `&`, `|`, `~` combine statuses. Of what stays unknown, intervals of the
+values in the rule's program tell most (`tile_bounds`), and the rest is computed pair by pair, some tiles at a time. Rules
+that show nothing outside a window of p are described in a band: for each block of queries only the `width` blocks of keys from `base` on,
+so that memory is O(N / block) there, and O(tiles) elsewhere.
 """
 
 from __future__ import annotations
@@ -243,7 +244,10 @@ def _of_documents(rule: Document, grid: Grid) -> Tensor:
 
 def _evaluate(text: str, captured: list[Tensor], status: Tensor, *numbers: int) -> Tensor:
     """The status with every UNKNOWN tile looked at. A CPU looks only at these; elsewhere that would mean waiting for the device."""
+    from .tile_bounds import narrowed
+
     grid = Grid(*numbers)
+    status = narrowed(Program.parse(text), captured, status, grid)
     if status.device.type == "cpu":
         return _evaluate_unknown(text, captured, status, grid)
     if has_triton(status.device):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..checks import typed
 from . import bert_padding
-from .flash_options import options, refuse_probabilities, training
+from .flash_options import bound, options, refuse_probabilities, training
 
 __all__ = [
     "bert_padding",
@@ -203,8 +204,8 @@ def flash_attn_varlen_func(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        bound(max_seqlen_q),
+        bound(max_seqlen_k),
         **options(
             causal=causal,
             window_size=window_size,
@@ -344,7 +345,7 @@ def flash_attn_with_kvcache(
 
 def _unpack(name: str, packed: Tensor, rank: int, count: int) -> tuple[Tensor, ...]:
     """The tensors that share one, along the dimension before the heads."""
-    if packed.ndim != rank or packed.shape[-3] != count:
+    if typed(name, packed, Tensor).ndim != rank or packed.shape[-3] != count:
         wanted = ", ".join(["B", "S"] if rank == 5 else ["total"]) + f", {count}, H, D"
         raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be ({wanted})")
     return torch.unbind(packed, -3)

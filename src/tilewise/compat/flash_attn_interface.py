@@ -13,7 +13,7 @@ from torch import Tensor
 from ..api import attention
 from ..errors import UnsupportedAttention
 from ..merging import merge
-from .flash_options import options, training
+from .flash_options import bound, options, training
 
 __all__ = [
     "flash_attn_combine",
@@ -179,8 +179,8 @@ def flash_attn_varlen_func(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        bound(max_seqlen_q),
+        bound(max_seqlen_k),
         **options(
             causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux,
             learnable_sink=learnable_sink, sm_margin=sm_margin, attention_chunk=attention_chunk, qv=qv,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import masks
+from ..checks import check_window
 from ..errors import UnsupportedAttention
 
 
@@ -35,7 +36,7 @@ def options(
         raise ValueError("s_aux and learnable_sink are two names of one argument; pass one of them")
     return dict(
         causal=causal,
-        window_size=tuple(window_size),
+        window_size=check_window(window_size),
         mask=masks.Chunked(attention_chunk) if attention_chunk else None,
         softmax_scale=softmax_scale,
         softcap=softcap or 0.0,
@@ -65,6 +66,11 @@ def training(
         k_descale=k_descale,
         v_descale=v_descale,
     )
+
+
+def bound(max_seqlen: Any) -> Any:
+    """A bound of the lengths. No result needs one, so a tensor, which would have to be read from its device, is left out."""
+    return None if isinstance(max_seqlen, Tensor) else max_seqlen
 
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:

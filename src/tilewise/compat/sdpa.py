@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import _finite, attention
 from ..checks import typed
 from ..errors import UnsupportedAttention
 
@@ -52,13 +52,16 @@ def scaled_dot_product_attention(
         if typed(name, x, Tensor).ndim < 2:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have rank 2 or more, (..., L, E)")
     q, k, v = _broadcast(query, key, value, enable_gqa)
-    mask = None if attn_mask is None else typed("attn_mask", attn_mask, Tensor)
+    mask = None if attn_mask is None else _matrix(attn_mask, (*q.shape[:-1], k.shape[-2]))
+    if scale is not None:
+        _finite("scale", scale)
     window_right = -1
     if is_causal:
         num_queries, num_keys = q.shape[-2], k.shape[-2]
         if num_queries < num_keys:  # keys past the last query are seen by none
             k, v = k[..., :num_queries, :], v[..., :num_queries, :]
-            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :num_queries]
+            if mask is not None and mask.shape[-1] == num_keys:
+                mask = mask[..., :num_queries]
         window_right = max(num_queries - num_keys, 0)  # j <= i, counted from p = i + num_keys - num_queries
     leading = q.shape[max(4 - max(x.ndim for x in inputs.values()), 0) : -2]
     folding = _Folding(q, mask)
@@ -76,6 +79,16 @@ def scaled_dot_product_attention(
         layout="bhsd",
     )
     return folding.unfold(out).reshape(*leading, *out.shape[2:])
+
+
+def _matrix(attn_mask: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """The mask, checked against the scores' shape, with a dimension for the queries and one for the keys."""
+    if typed("attn_mask", attn_mask, Tensor).dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it must be bool, True = takes part, or floating and added to the scores")
+    given = tuple(attn_mask.shape)
+    if len(given) > len(wanted) or any(have not in (1, want) for have, want in zip(reversed(given), reversed(wanted), strict=False)):
+        raise ValueError(f"attn_mask has shape {given}, which does not broadcast to (..., Hq, L, S) = {wanted}")
+    return attn_mask[(None,) * max(2 - attn_mask.ndim, 0)]
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,16 +124,13 @@ class _Folding:
     """
 
     def __init__(self, q: Tensor, mask: Tensor | None) -> None:
-        self.sizes = q.shape[:-3]
+        self.sizes, self.heads = q.shape[:-3], q.shape[-3]
         self.outer, self.inner = list(range(len(self.sizes))), []
         self.mask = mask
-        if mask is None or (q.ndim == 4 and mask.ndim <= 4):
+        if mask is None or q.ndim == 4:
             return
         given, rank = tuple(mask.shape), q.ndim
-        wanted = (*q.shape[:-2], *mask.shape[-2:])
         mask = mask[(None,) * (rank - mask.ndim)]
-        if mask.ndim > rank or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)):
-            raise ValueError(f"attn_mask has shape {given}, which does not broadcast to (..., Hq, L, S) with leading {wanted[:-2]}")
         for dim in range(rank - 2):
             if mask.stride(dim) == 0:  # expanded by the caller
                 mask = mask.narrow(dim, 0, 1)
@@ -147,5 +157,5 @@ class _Folding:
         if order == sorted(order):
             return out
         rank = len(order)
-        out = out.view(*(self.sizes[dim] for dim in order), -1, *out.shape[-2:])
+        out = out.view(*(self.sizes[dim] for dim in order), self.heads, *out.shape[-2:])
         return out.permute(*(order.index(dim) for dim in range(rank)), rank, rank + 1, rank + 2)

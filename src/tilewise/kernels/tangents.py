@@ -140,9 +140,8 @@ def per_row(c: Chunk, x: Tensor, rows: Queries) -> Tensor:
 
 
 def log_probabilities(tile: Tile, state: Rows) -> Tensor:
-    """ln p, with 0 where p is 0 for being hidden: there it is only ever multiplied by p."""
-    log_p = tile.s - state.reference + state.inverse.log()
-    return log_p.masked_fill_(tile.s == NEG_INF, 0.0)
+    """ln p, and some finite number where p is 0: see `tiled.log_probabilities`."""
+    return (tile.s - state.reference).add_(state.inverse.log()).clamp_(min=-1000.0)
 
 
 def probability_tile(tile: Tile, state: Rows) -> tuple[Tensor, Tensor]:

@@ -240,18 +240,24 @@ def finite_or_empty(c: Chunk, lse: Tensor) -> Tensor:
 
 
 def log_probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """ln p in the memory of s, with 0 in place of -inf: it is only ever multiplied by p, and 0 ln 0 counts as 0."""
-    s.sub_(lse)
-    return s.masked_fill(s == NEG_INF, 0.0)
+    """ln p; s becomes s - lse. It is only ever multiplied by p, so where p is 0 any finite number will do: 0 ln 0 counts as 0.
+
+    A bias of -3e38 must not meet the gradient of an entropy as it is: their product may be infinite, and 0 times that is NaN.
+    """
+    return s.sub_(lse).clamp(min=-1000.0)
 
 
 def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) -> None:
     """The second pass: sum of p over queries for each key, and -sum p ln p over keys for each query. P is taken before dropout."""
     entropy = torch.zeros_like(lse)
+    weight = row_weights(c, i, q, lse)
     for j, hidden in key_tiles(c, i):
         s = scores(c, q, load_keys(c, c.t.k, j, hidden), i, j, hidden).s
         log_p = log_probabilities(s, lse)
         p = probabilities(s)
+        if weight is not None:
+            log_p.add_(weight.clamp_min(1e-30).log())  # 0 for an empty row
+            p.mul_(weight)
         if out.key_mass is not None:
             mass = c.per_head(p).sum(2)
             for run, span in j.spans():

@@ -68,7 +68,8 @@ def attention_with_kvcache(
         cache_batch_idx: int32 ``(B,)``: the cache row of each item, where that is not b.
         cache_leftpad: int32 ``(B,)``: how many leading positions of each item hold no key.
         rotary_cos: ``(positions, R / 2)`` with ``R <= D`` and at least as many positions as the cache has room for: turns the first R
-            dims of q and of new keys by the angles of their positions (Su et al. 2021, "RoFormer"). Keys in the cache are already turned.
+            dims of q and of new keys by the angles of their positions (Su et al. 2021, "RoFormer"); a query before the first key (p < 0)
+            is turned as at position 0. Keys in the cache are already turned.
         rotary_sin: as ``rotary_cos``.
         rotary_interleaved: True turns dims (2i, 2i + 1) together, False dims (i, i + R / 2).
         causal: a query sees keys j <= p.

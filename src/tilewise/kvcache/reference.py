@@ -64,7 +64,8 @@ def attention_with_kvcache(
         x = x.to(compute_dtype)
         if rotary_cos is None or rotary_sin is None:
             return x
-        return rotate(x, rotary_cos[position].to(compute_dtype), rotary_sin[position].to(compute_dtype), rotary_interleaved)
+        angle = max(position, 0)  # a query before the first key is turned as at it
+        return rotate(x, rotary_cos[angle].to(compute_dtype), rotary_sin[angle].to(compute_dtype), rotary_interleaved)
 
     if k is not None:
         for b in range(batch):

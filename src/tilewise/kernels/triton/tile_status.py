@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ...tile_status import Grid
 
 UNKNOWN: tl.constexpr = tl.constexpr(3)
-STEP = 32  # queries looked at together: a block of 256 by 256 at once would spill
+STEP = 16  # queries looked at together: more take more registers and hide no more latency
+GROUP = 8  # tiles of a program: most are known already, and a program that finds nothing to do costs as much as a launch of one
 CHUNK = 32  # blocks of keys looked at together
 
 
@@ -29,30 +30,43 @@ def band_start(block, others, width, shift, BLOCK: tl.constexpr, OTHER: tl.const
     return tl.minimum(tl.maximum(block * BLOCK - shift, 0) // OTHER, others - width)
 
 
-@triton.jit(do_not_specialize=[*RUNTIME, "rows", "columns", "width", "shift"])
-def tile_status(
-    status_ptr, found_ptr, captured_ptr, captured_sizes, heads, rows, columns, width, shift, size_q, size_k,
-    PROGRAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+@triton.jit
+def seen_pairs(
+    program, m, first, size_q, size_k,
+    PROGRAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Copies the status, with 0, 1 or 2 (empty, partial, full) in the place of UNKNOWN."""
-    tile = tl.program_id(0).to(tl.int64)
-    status = tl.load(status_ptr + tile)
-    if status == UNKNOWN:
-        place, row = (tile % width).to(tl.int32), tile // width
-        m, bh = (row % rows).to(tl.int32), (row // rows).to(tl.int32)
-        offs_n = (band_start(m, columns, width, shift, BLOCK_M, BLOCK_N) + place) * BLOCK_N + tl.arange(0, BLOCK_N)
-        program = (captured_ptr, captured_sizes, None, bh // heads, bh % heads, size_q - 1, size_k - 1)
-        some, every = tl.zeros([STEP, BLOCK_N], tl.int1), tl.full([STEP, BLOCK_N], 1, tl.int1)
-        for start in tl.range(0, BLOCK_M, STEP):
-            offs_m = m * BLOCK_M + start + tl.arange(0, STEP)
-            exists = (offs_m < size_q)[:, None] & (offs_n < size_k)[None, :]
-            seen = exists & run_program(PROGRAM, program, None, None, offs_m, offs_n, (size_q, size_k), False)
-            some |= seen
-            every &= seen | ~exists
-        any_seen = tl.max(tl.max(some.to(tl.int32), 1), 0)
-        all_seen = tl.min(tl.min(every.to(tl.int32), 1), 0)
-        status = (any_seen + all_seen * any_seen).to(tl.uint8)
-    tl.store(found_ptr + tile, status)
+    """How many pairs of block m of queries and the keys from ``first`` on the program shows; RAGGED: some lie beyond a length."""
+    offs_n = first + tl.arange(0, BLOCK_N)
+    count = tl.zeros([STEP, BLOCK_N], tl.int32)
+    for start in tl.range(0, BLOCK_M, STEP):
+        offs_m = m * BLOCK_M + start + tl.arange(0, STEP)
+        seen = run_program(PROGRAM, program, None, None, offs_m, offs_n, (size_q, size_k), False)
+        if RAGGED:
+            seen &= (offs_m < size_q)[:, None] & (offs_n < size_k)[None, :]
+        count += seen.to(tl.int32)
+    return tl.sum(tl.sum(count, 1), 0)
+
+
+@triton.jit(do_not_specialize=[*RUNTIME, "tiles", "rows", "columns", "width", "shift"])
+def tile_status(
+    status_ptr, found_ptr, captured_ptr, captured_sizes, tiles, heads, rows, columns, width, shift, size_q, size_k,
+    PROGRAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Copies the status of GROUP tiles, with 0, 1 or 2 (empty, partial, full) in the place of UNKNOWN."""
+    for tile in tl.range(tl.program_id(0).to(tl.int64) * GROUP, tl.minimum((tl.program_id(0).to(tl.int64) + 1) * GROUP, tiles)):
+        status = tl.load(status_ptr + tile)
+        if status == UNKNOWN:
+            place, row = (tile % width).to(tl.int32), tile // width
+            m, bh = (row % rows).to(tl.int32), (row // rows).to(tl.int32)
+            first = (band_start(m, columns, width, shift, BLOCK_M, BLOCK_N) + place) * BLOCK_N
+            program = (captured_ptr, captured_sizes, None, bh // heads, bh % heads, size_q - 1, size_k - 1)
+            exist_m, exist_n = tl.minimum(BLOCK_M, size_q - m * BLOCK_M), tl.minimum(BLOCK_N, size_k - first)
+            if exist_m * exist_n == BLOCK_M * BLOCK_N:
+                seen = seen_pairs(program, m, first, size_q, size_k, PROGRAM, BLOCK_M, BLOCK_N, STEP, False)
+            else:
+                seen = seen_pairs(program, m, first, size_q, size_k, PROGRAM, BLOCK_M, BLOCK_N, STEP, True)
+            status = tl.where(seen == 0, 0, tl.where(seen == exist_m * exist_n, 2, 1)).to(tl.uint8)
+        tl.store(found_ptr + tile, status)
 
 
 @triton.jit(do_not_specialize=["stride_start", "stride_stop", "rows", "columns", "width", "shift", "size_q", "size_k"])
@@ -91,11 +105,12 @@ def evaluate(text: str, captured: list[Tensor], status: Tensor, grid: Grid) -> T
     known = tuple(map(facts, captured))
     run(
         tile_status,
-        found.numel(),
+        -(-found.numel() // GROUP),
         status_ptr=status,
         found_ptr=found,
         captured_ptr=tuple(as_bytes(x) for x in captured) or None,
         captured_sizes=tuple(encoded(x) for x in captured) or None,
+        tiles=found.numel(),
         heads=heads,
         rows=rows,
         columns=grid.columns,
@@ -107,6 +122,7 @@ def evaluate(text: str, captured: list[Tensor], status: Tensor, grid: Grid) -> T
         BLOCK_M=grid.block_m,
         BLOCK_N=grid.block_n,
         STEP=min(STEP, grid.block_m),
+        GROUP=GROUP,
         num_warps=4,
     )
     return found
