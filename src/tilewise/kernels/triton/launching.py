@@ -82,7 +82,7 @@ class Launch:
 
     def __init__(self, kernel: Any, programs: int, arguments: Sequence[Any], places: dict[int, tuple[int, int]]) -> None:
         direct = _direct(kernel, programs)
-        metadata = list(kernel.metadata.tensordesc_meta or ()) if direct is not None else []
+        metadata = _of_descriptors(kernel) if direct is not None else []
         self.values: list[Any] = []
         self.pointers: list[tuple[int, int, int]] = []  # value, address, offset
         self.described: list[tuple[int, int, int, Maps]] = []
@@ -104,6 +104,11 @@ class Launch:
         for place, address, offset, maps in self.described:
             values[place] = maps(addresses[address] + offset)
         self.launch(stream, values)
+
+
+def _of_descriptors(kernel: Any) -> list[Any]:
+    """How a compiled kernel wants each of its descriptors encoded; nothing where the hardware has none and they come in parts."""
+    return list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
 
 
 def _as_it_is(descriptor: Descriptor) -> Descriptor:
@@ -133,7 +138,7 @@ def _direct(kernel: Any, programs: int) -> Callable[[int, list[Any]], None] | No
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             return None
         described = sum(isinstance(x, str) and x.startswith(DESCRIPTOR) for x in types(kernel))
-        if described and len(kernel.metadata.tensordesc_meta or ()) != described:
+        if len(_of_descriptors(kernel)) != described:
             return None
         compiled = inspect.getclosurevars(wrapped).nonlocals["launcher"] if inspect.isfunction(wrapped) else wrapped
         head = (programs, 1, 1)
