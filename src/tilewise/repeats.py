@@ -18,7 +18,7 @@ from . import derivatives
 from .kernels.replay import Passes
 from .ops import DIFFERENTIABLE, FORWARD_ARGS, float32_precision_allows_tf32, run_backward, run_forward
 
-MOST = 1024  # calls kept at a time
+MOST = 512  # calls kept at a time
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED, _FLOAT32 = torch.strided, torch.float32
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype))
