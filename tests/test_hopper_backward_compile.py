@@ -102,6 +102,7 @@ SPILLS = {
     "d128 bias": (40, 4),
     "d128 causal mask": (56, 6),
     "d128 float32 bias": (144, 40),
+    "d128 mask of rows": (104, 20),
     "d128 everything and tensors": (808, 336),
 }
 

@@ -68,7 +68,7 @@ def test_a_played_pass_launches_with_the_addresses_of_its_own_tensors() -> None:
         assert (programs, n, none, result) == (3, 3, None, out.data_ptr())
         assert got[0] == address(x) and got[2] == address(counters[0]) and out.shape == y.shape and out.stride() == y.stride()
         assert tile.base.data_ptr() == address(y) and tile.shape == [8, 8] and tile.strides == [8, 1]
-        assert isinstance(passes.known["key"], replay.Pass), step
+        assert isinstance(passes.known["key"], replay.Pass) == (step > 0), "recorded when it comes again"
     kept = passes.known["key"]
     assert isinstance(kept, replay.Pass) and kept.workspace == replay.ALIGNMENT
     assert [offset for _, _, offset in kept.launches[0].pointers] == [0, 256, 0, 0]
@@ -99,7 +99,9 @@ def test_tensors_at_one_place_or_between_16_bytes_are_never_taken_for_others() -
     passes = replay.Passes()
     counters[0] = torch.zeros(2, dtype=torch.int32)
     x, y = torch.randn(64), torch.randn(8, 8)
-    passes.run("key", (x, y), lambda: work(x, y, 3))
+    for _ in range(2):
+        passes.run("key", (x, y), lambda: work(x, y, 3))
+    assert isinstance(passes.known["key"], replay.Pass)
     launches = len(KERNEL.launches)
     for pair in ((x, x.view(8, 8)), (torch.randn(17)[1:], y), (torch.empty(0), y)):
         runs: list[int] = []
@@ -189,20 +191,22 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return [torch.zeros(1 << 12).as_strided((1, 8, 4, 16), (512, 64, 16, 1)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize("change", ["shape", "stride", "dtype"])
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("change", ["shape", "stride", "dtype", "absence"])
 def test_the_key_of_a_call_holds_every_layout(on_gpu: list[torch.Tensor], which: int, change: str) -> None:
+    on_gpu.append(torch.zeros(1 << 12).as_strided((1, 8, 4, 16), (512, 64, 16, 1)))
     x = on_gpu[which]
     other = {
         "shape": x.as_strided((1, 9, 4, 16), x.stride()),
         "stride": x.as_strided(x.shape, (512, 16, 128, 1)),
         "dtype": x.view(torch.int32).view(x.shape),
+        "absence": None,
     }[change]
-    assert other.data_ptr() == x.data_ptr()
+    assert other is None or other.data_ptr() == x.data_ptr()
     before = key(*on_gpu)
     assert before is not None and before == key(*on_gpu)
-    on_gpu[which] = other
-    assert key(*on_gpu) != before
+    tensors: list[torch.Tensor | None] = [*on_gpu[:which], other, *on_gpu[which + 1 :]]
+    assert key(*tensors) != before and (key(*tensors) is None) == (other is None and which < 3)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,14 @@ def test_what_watches_or_transforms_a_call_sees_the_operator(on_gpu: list[torch.
 def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tiled path, of which nothing is recorded: outputs, gradients, second derivatives, gradients of some inputs, hooks."""
     monkeypatch.setattr(plan, "target_of", lambda device: plan.Target("cpu"))
-    calls: list[dict[str, Any]] = [{"causal": True}, {"return_aux": "lse", "window_size": (2, -1)}, {"layout": "bhsd", "softcap": 3.0}]
+    calls: list[dict[str, Any]] = [
+        {"causal": True},
+        {"return_aux": "lse", "window_size": (2, -1)},
+        {"layout": "bhsd", "softcap": 3.0},
+        {"bias": torch.randn(4, 4), "mask": torch.tensor([True, False, True, True]), "return_aux": "lse"},
+        {"alibi_slopes": torch.rand(2, 4), "learnable_sink": torch.randn(4), "seqused_q": torch.tensor([4, 3], dtype=torch.int32)},
+        {"bias": torch.randn(4, 4, requires_grad=True), "seqused_k": torch.tensor([2, 4], dtype=torch.int32)},
+    ]
     for call in calls:
         inputs = [torch.randn(2, 4, 4, 16, requires_grad=True) for _ in range(3)]
 

@@ -141,15 +141,13 @@ def attention(
         torch.Size([2, 8, 128])
     """
     key = None
-    if (
-        mask is None and bias is None and score_mod is None and alibi_slopes is None and learnable_sink is None and dropout_seed is None
-        and seqused_q is None and seqused_k is None and q_descale is None and k_descale is None and v_descale is None
-    ):  # fmt: skip
+    operands = q, k, v, bias, mask, alibi_slopes, learnable_sink, seqused_q, seqused_k
+    if score_mod is None and dropout_seed is None and q_descale is None and k_descale is None and v_descale is None:
         rules = (causal, softmax_scale, softcap, layout, backend, out_dtype)
-        key = repeats.key_of((q, k, v), rules, window_size, deterministic, (dropout_p, check_values, backend == "reference"), return_aux)
+        key = repeats.key_of(operands, rules, window_size, deterministic, (dropout_p, check_values, backend == "reference"), return_aux)
         known = None if key is None else repeats.known.get(key)
         if known is not None:
-            out, lse = known(q, k, v)
+            out, lse, *_ = known(*operands)
             return (out, Aux(lse=lse)) if return_aux else out
     arguments: dict[str, Any] = dict(
         causal=causal, window_size=window_size, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=softmax_scale, softcap=softcap,
@@ -163,7 +161,7 @@ def attention(
         return attention_jagged(q, k, v, **arguments)
     prepared = prepare(q, k, v, **arguments)
     if key is not None:
-        result = repeats.remember(key, prepared.op_arguments)(q, k, v)
+        result = repeats.remember(key, prepared.op_arguments)(*operands)
     elif backend == "reference":
         result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:

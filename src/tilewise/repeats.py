@@ -18,20 +18,22 @@ from . import derivatives
 from .kernels.replay import Passes
 from .ops import DIFFERENTIABLE, FORWARD_ARGS, float32_precision_allows_tf32, run_backward, run_forward
 
-MOST = 1024  # calls kept at a time
+MOST = 512  # calls kept at a time
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED, _FLOAT32 = torch.strided, torch.float32
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype))
-_SAVED = ("q", "k", "v", "out", "lse")
+# The operands that a call with a key may have, by their names in the operators.
+OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")
+_NO_MORE = (None,) * (len(OPERANDS) - 3)
 known: dict[tuple[Any, ...], Repeated] = {}
 
 
 def key_of(
     tensors: Sequence[Any], rules: Sequence[Any], window_size: Any, deterministic: Any, excluded: Sequence[Any], return_aux: Any
 ) -> tuple[Any, ...] | None:
-    """All that a call with these tensors, rules and window follows from, apart from what its tensors hold and where they lie. None where it
-    must go the ordinary way: also where anything of `excluded` is not None, 0 or False. Values that are equal but of another type are not
-    the same, for some of them are errors; so is what torch's settings were when a call came before."""
+    """All that a call with these tensors, rules and window follows from, torch's settings included, apart from what its tensors hold and
+    where they lie. None where it must go the ordinary way, also where anything of `excluded` is not 0 or False. Values that are equal but
+    of another type are not the same, for some of them are errors."""
     if torch.compiler.is_compiling() or type(window_size) is not tuple or len(window_size) != 2:
         return None
     values = (*rules, *window_size, deterministic, *excluded)
@@ -41,6 +43,8 @@ def key_of(
     if derivatives.watched() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return None
     if torch.is_autocast_enabled("cuda"):
+        return None
+    if tensors[0] is None or tensors[1] is None or tensors[2] is None:
         return None
     layouts: list[Any] = []
     for x in tensors:
@@ -84,62 +88,74 @@ _over_caches = Passes(MOST)
 
 
 class Repeated:
-    """One call, with the arguments of its operator but q, k and v, and the passes that it has led to."""
+    """One call of `attention`: the arguments of its operator but `OPERANDS`, and the passes that it has led to. Operands are in that order,
+    None where there is none."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = {name: x for name, x in arguments.items() if name not in ("q", "k", "v")}
+        self.arguments = {name: x for name, x in arguments.items() if name not in OPERANDS}
         self.allow_tf32 = float32_precision_allows_tf32()
         self.passes = Passes()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """(out, lse)"""
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Differentiable.apply(self, q, k, v)
-        return self.forward(q, k, v)
+    def __call__(self, *operands: Tensor | None) -> Sequence[Tensor]:
+        """out, lse, and perhaps more that nobody asked for."""
+        if torch.is_grad_enabled():
+            q, k, v, *others = operands
+            for x in others:
+                if x is not None and x.requires_grad:
+                    return derivatives.attention_forward(**self._named(operands))
+            if q.requires_grad or k.requires_grad or v.requires_grad:  # type: ignore[union-attr]
+                return _Differentiable.apply(self, *operands)
+        return self.forward(operands)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        return self.passes.run("forward", (q, k, v), lambda: run_forward({**self.arguments, "q": q, "k": k, "v": v})[:2])  # type: ignore[arg-type, return-value]
+    def forward(self, operands: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        given = [x for x in operands if x is not None]
+        return self.passes.run("forward", given, lambda: run_forward(self._named(operands))[:2])  # type: ignore[arg-type, return-value]
 
-    def backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> Sequence[Tensor | None]:
-        """The gradients of q, k and v, None where they are not needed. `saved` are q, k, v, out and lse, or what hooks made of them."""
-        given = [*saved, *(x for x in (dout, dlse) if x is not None)]
-        if len(given) == len(saved):
+    def backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of q, k and v, None where they are not needed. `saved` are out, lse and the operands, or what hooks made of them;
+        `arrived` the gradients of out and lse."""
+        if arrived[0] is None and arrived[1] is None:
             return [None] * 3
+        given = [x for x in (*saved, *arrived) if x is not None]
         layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda]
         if len(layouts) < len(given) or not derivatives.ordinary():
-            return self._differentiable_backward(saved, dout, dlse, needs)
-        key = (dout is None, dlse is None, needs, *layouts)
-        computed = iter(self.passes.run(key, given, lambda: self._backward(saved, dout, dlse, needs)))
+            return self._differentiable_backward(saved, arrived, needs)
+        key = (arrived[0] is None, arrived[1] is None, needs, *layouts)
+        computed = iter(self.passes.run(key, given, lambda: self._backward(saved, arrived, needs)))
         return [next(computed) if needed else None for needed in needs]
 
-    def _named(self, saved: Sequence[Tensor]) -> dict[str, Any]:
-        """The arguments of the forward operator and its results."""
-        return {**self.arguments, **dict(zip(_SAVED, saved, strict=True)), "entropy": None, "allow_tf32": self.allow_tf32}
+    def _named(self, operands: Sequence[Tensor | None]) -> dict[str, Any]:
+        return {**self.arguments, **dict(zip(OPERANDS, operands, strict=True))}
 
-    def _backward(self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
-        cotangents = {"dout": dout, "dlse": dlse, "dkey_mass": None, "dentropy": None}
+    def _kept(self, saved: Sequence[Tensor | None]) -> dict[str, Any]:
+        """The arguments of the forward operator and its results."""
+        out, lse, *operands = saved
+        return {**self._named(operands), "out": out, "lse": lse, "entropy": None, "allow_tf32": self.allow_tf32}
+
+    def _backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+        cotangents = {"dout": arrived[0], "dlse": arrived[1], "dkey_mass": None, "dentropy": None}
         all_needs = [*needs, *[False] * (len(DIFFERENTIABLE) - len(needs))]
-        return run_backward({**cotangents, **derivatives.common_arguments(self._named(saved)), "needs": all_needs})
+        return run_backward({**cotangents, **derivatives.common_arguments(self._kept(saved)), "needs": all_needs})
 
     def _differentiable_backward(
-        self, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]
+        self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip("qkv", needs, strict=True)), "captured": [], "blocks": []}
-        grads = derivatives.FORWARD.vjp(self._named(saved), (dout, dlse, None, None, None), needed)
+        grads = derivatives.FORWARD.vjp(self._kept(saved), (*arrived, None, None, None), needed)
         return [grads.get(name) for name in ("q", "k", "v")]
 
 
 class _Differentiable(torch.autograd.Function):
-    """A repeated call under autograd."""
+    """A repeated call under autograd, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx: Any, call: Repeated, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out, lse = call.forward(q, k, v)
+    def forward(ctx: Any, call: Repeated, *operands: Tensor | None) -> Any:
+        out, lse = call.forward(operands)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(out, lse, *operands)
         ctx.call = call
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        return None, *ctx.call.backward(ctx.saved_tensors, dout, dlse, ctx.needs_input_grad[1:])
+    def backward(ctx: Any, *arrived: Tensor | None) -> Any:
+        return None, *ctx.call.backward(ctx.saved_tensors, arrived, ctx.needs_input_grad[1:4]), *_NO_MORE

@@ -22,7 +22,22 @@ CALLS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "causal": True},
     "heads first": {"layout": "bhsd"},
     "float32 out": {"out_dtype": torch.float32},
+    "lengths, sink and slopes": {"seqused_q": (150, 200), "seqused_k": (264, 77), "learnable_sink": 4, "alibi_slopes": 4},
+    "bias and mask": {"bias": (4, 200, 264), "mask": (200, 264)},
 }
+
+
+def made(call: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a call in memory of their own."""
+    make = {
+        "seqused_q": lambda x: torch.tensor(x, dtype=torch.int32, device="cuda"),
+        "seqused_k": lambda x: torch.tensor(x, dtype=torch.int32, device="cuda"),
+        "learnable_sink": lambda x: randn(x, dtype=torch.float32),
+        "alibi_slopes": lambda x: randn(x, dtype=torch.float32),
+        "bias": lambda x: randn(*x),
+        "mask": lambda x: randn(*x) > 0,
+    }
+    return {name: make[name](x) if name in make else x for name, x in call.items()}
 
 
 def outputs(call: dict[str, Any], inputs: list[torch.Tensor], douts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,12 +77,12 @@ def close(got: list[torch.Tensor], expected: list[torch.Tensor], exact: bool) ->
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_played_call_gives_the_bits_of_one_worked_out_anew(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = CALLS[name] | {"backend": backend}
     repeats.known.clear()
     held = []
     for _ in range(5):  # every time in other memory: what was there before is held
+        call = made(CALLS[name]) | {"backend": backend}
         inputs, douts = problem(call)
-        held.append((inputs, douts))
+        held.append((call, inputs, douts))
         close(outputs(call, inputs, douts), anew(call, inputs, douts, monkeypatch), backend == "triton" or bool(call.get("deterministic")))
     (found,) = repeats.known.values()
     assert len(found.passes.known) == 2

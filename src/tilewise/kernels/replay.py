@@ -175,18 +175,24 @@ class Pass:
 
 
 class Passes:
-    """The recorded passes of one function, by what they follow from. A pass that could not be kept a few times is not watched again."""
+    """The recorded passes of one function, by what they follow from. Recording takes longer than the pass itself, so it begins when a key
+    comes again; a pass that could not be kept a few times is not watched any more."""
 
     ATTEMPTS = 3  # the first pass on a stream makes what later ones find
 
-    def __init__(self, most: int = 64) -> None:
+    def __init__(self, most: int = 16) -> None:
         self.most = most  # kept at a time
         self.known: dict[Any, Pass | int] = {}
 
     def run(self, key: Any, inputs: Sequence[Tensor], ordinary: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """What `ordinary` returns, which must follow from `key`, from the layouts of `inputs`, which `key` contains, and from what they
         hold. All of it is on one CUDA device."""
-        known = self.known.get(key, 0)
+        known = self.known.get(key)
+        if known is None:
+            if len(self.known) >= self.most:
+                self.known.clear()
+            self.known[key] = 0
+            return ordinary()
         device = inputs[0].device
         addresses = addresses_of(inputs)
         if addresses is None or known == self.ATTEMPTS or not self.here(device):
@@ -194,8 +200,6 @@ class Passes:
         if isinstance(known, Pass):
             return known.play(addresses, device)
         results, recorded = record(ordinary, addresses)
-        if len(self.known) >= self.most:
-            self.known.clear()
         self.known[key] = known + 1 if recorded is None else recorded
         return results
 

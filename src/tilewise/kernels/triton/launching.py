@@ -7,13 +7,14 @@ of the launcher in C. Triton 3.6 and 3.9 call it differently; where neither way 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from triton import knobs
 
-MOST_MAPS = 256  # kept of one descriptor
+MOST_MAPS = 128  # kept of one descriptor
 POINTER = "*"
 DESCRIPTOR = "tensordesc"
 
@@ -78,11 +79,11 @@ class Launch:
     `places` says for each of these, pointers and descriptors, which address it is and how many bytes behind it.
     """
 
-    __slots__ = ("described", "launch", "pointers", "values")
+    __slots__ = ("described", "launch", "pointers", "programs", "values")
 
     def __init__(self, kernel: Any, programs: int, arguments: Sequence[Any], places: dict[int, tuple[int, int]]) -> None:
-        direct = _direct(kernel, programs)
-        metadata = list(kernel.metadata.tensordesc_meta or ()) if direct is not None else []
+        direct = _direct(kernel)
+        metadata = _of_descriptors(kernel) if direct is not None else []
         self.values: list[Any] = []
         self.pointers: list[tuple[int, int, int]] = []  # value, address, offset
         self.described: list[tuple[int, int, int, Maps]] = []
@@ -95,7 +96,8 @@ class Launch:
             if index in places:
                 self.pointers.append((len(self.values), *places[index]))
             self.values.append(x)
-        self.launch = direct if direct is not None else _public(kernel, programs)
+        self.programs = programs
+        self.launch = direct if direct is not None else _public(kernel)
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         values = self.values.copy()
@@ -103,7 +105,12 @@ class Launch:
             values[place] = addresses[address] + offset
         for place, address, offset, maps in self.described:
             values[place] = maps(addresses[address] + offset)
-        self.launch(stream, values)
+        self.launch(self.programs, stream, values)
+
+
+def _of_descriptors(kernel: Any) -> list[Any]:
+    """How a compiled kernel wants each of its descriptors encoded; nothing where the hardware has none and they come in parts."""
+    return list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
 
 
 def _as_it_is(descriptor: Descriptor) -> Descriptor:
@@ -114,18 +121,16 @@ def _encoder(metadata: Any) -> Callable[[Descriptor], Any]:
     """What encodes a map for a descriptor of the kind that a compiled kernel expects."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    further = len(inspect.signature(make_tensordesc_arg).parameters) - 2  # 3.9 also passes the arguments of the whole launch
+    further = make_tensordesc_arg.__code__.co_argcount - 2  # 3.9 also passes the arguments of the whole launch
     return lambda descriptor: make_tensordesc_arg(descriptor, metadata, *[None] * further)[0]
 
 
-def _public(kernel: Any, programs: int) -> Callable[[int, list[Any]], None]:
-    def launch(stream: int, values: list[Any]) -> None:
-        kernel[(programs, 1, 1)](*values, stream=stream)
-
-    return launch
+def _public(kernel: Any) -> Callable[[int, int, list[Any]], None]:
+    return lambda programs, stream, values: kernel[(programs, 1, 1)](*values, stream=stream)
 
 
-def _direct(kernel: Any, programs: int) -> Callable[[int, list[Any]], None] | None:
+@functools.lru_cache(maxsize=1024)
+def _direct(kernel: Any) -> Callable[[int, int, list[Any]], None] | None:
     """The launcher in C with everything but stream and values, None where this Triton has another one."""
     try:
         run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
@@ -133,15 +138,13 @@ def _direct(kernel: Any, programs: int) -> Callable[[int, list[Any]], None] | No
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             return None
         described = sum(isinstance(x, str) and x.startswith(DESCRIPTOR) for x in types(kernel))
-        if described and len(kernel.metadata.tensordesc_meta or ()) != described:
+        if len(_of_descriptors(kernel)) != described:
             return None
         compiled = inspect.getclosurevars(wrapped).nonlocals["launcher"] if inspect.isfunction(wrapped) else wrapped
-        head = (programs, 1, 1)
         if not hasattr(run, "arg_annotations"):
             middle = (function, cooperative, dependent, None, None, packed, None, None, None)
-            return lambda stream, values: compiled(*head, stream, *middle, *values)
-        before = (function, cooperative, dependent, packed, None, None, None, None, None)
-        behind = (run.arg_annotations, run.kernel_signature)
-        return lambda stream, values: compiled(*head, stream, *before, *behind, values)
+            return lambda programs, stream, values: compiled(programs, 1, 1, stream, *middle, *values)
+        parts = (function, cooperative, dependent, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+        return lambda programs, stream, values: compiled(programs, 1, 1, stream, *parts, values)
     except (AttributeError, KeyError):
         return None
