@@ -15,6 +15,7 @@ import torch
 
 from tilewise import reference
 from tilewise.kernels.hopper import backward_launch
+from tilewise.kernels.hopper.hidden import finite_copy
 from tilewise.plan import Cotangents, Gradients, Operands, Rules, Saved
 
 from . import helpers
@@ -205,6 +206,30 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         assert (dbias - exact.grads["bias"]).norm() <= 4e-3 * exact.grads["bias"].norm()
     if case["sink"]:
         assert (dsink - exact.grads["learnable_sink"]).norm() <= 4e-3 * exact.grads["learnable_sink"].norm()
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["a key head", "a query head"])
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "queries"])
+def test_copies_keep_what_somebody_sees(keys, heads):
+    """Rows that are not finite are cleared where window, lengths, bias and mask together hide them from all who read a head."""
+    heads = heads if keys else 4
+    q, k = torch.randn(2, 4, 70, 8).half(), torch.randn(2, 2, 130, 8).half()
+    wild = torch.rand(*(k if keys else q).shape[:3]) < 0.5
+    x = (k if keys else q).masked_fill(wild[..., None], float("nan"))
+    bias = torch.randn(1, 4, 70, 130).masked_fill(torch.rand(1, 4, 70, 130) < 0.9, float("-inf"))
+    mask = torch.rand(2, 1, 70, 130) < 0.3
+    lengths_q, lengths_k = torch.tensor([70, 33], dtype=torch.int32), torch.tensor([90, 130], dtype=torch.int32)
+    t = Operands(q, k, k, bias, mask, seqused_q=lengths_q, seqused_k=lengths_k)
+    copy = finite_copy(x, t, Rules(1.0, window_left=60, window_right=3), keys=keys, heads=heads)
+    rows, columns = torch.arange(70)[:, None], torch.arange(130)
+    position = rows + (lengths_k - lengths_q).view(2, 1, 1, 1)
+    seen = (bias != float("-inf")) & mask & (columns >= position - 60) & (columns <= position + 3)
+    seen = seen & (rows < lengths_q.view(2, 1, 1, 1)) & (columns < lengths_k.view(2, 1, 1, 1))
+    read = seen.view(2, heads, 4 // heads, 70, 130).any(2).any(2) if keys else seen.any(3)
+    wild, x = (y.repeat_interleave(heads // y.shape[1], 1) for y in (wild, x))
+    expected = torch.where((wild & ~read)[..., None], 0.0, x)
+    assert read[wild].any() and not read[wild].all()
+    assert torch.equal(copy.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 PACKED = {
