@@ -53,7 +53,7 @@ def check_small(entry: Entry) -> str:
     torch.manual_seed(0)
     try:
         queries, rule = round(entry.queries * SMALL), rule_of(entry, SMALL).to("cuda")
-        mask = BlockMask(rule, queries, SMALL)
+        mask = BlockMask(rule, queries, SMALL, device="cuda")
         mask.verify()
         q, k, v, _ = inputs(queries, SMALL, 2)
         compare({"q": q, "k": k, "v": v, "mask": mask}, "auto")
@@ -111,7 +111,7 @@ def measure_entry(entry: Entry, clock: CudaClock, small: str) -> dict[str, Any]:
     """Shares, error, and the time of both passes beside those of attention without a mask, in turns."""
     torch.manual_seed(0)
     queries, rule = round(entry.queries * TIMED), rule_of(entry, TIMED).to("cuda")
-    mask = BlockMask(rule, queries, TIMED)
+    mask = BlockMask(rule, queries, TIMED, device="cuda")
     tensors = inputs(queries, TIMED, HEADS)
     calls, results = passes(tensors, mask=mask)
     error, right = judge(rule, tensors, results)
@@ -156,8 +156,12 @@ def window(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q >= k) & (q - k < 1024)
 
 
+def floating(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return ((q - k).float() < 1024.5) & (q >= k)
+
+
 def rules(n: int) -> dict[str, Callable[[], masks.Mask]]:
-    bounds = torch.arange(0, n + 1, 8192, device="cuda")
+    bounds, ids = torch.arange(0, n + 1, 8192, device="cuda"), torch.arange(n, device="cuda") // 777
     return {
         "window": lambda: masks.SlidingWindow(1023, 0),
         "causal": masks.Causal,
@@ -166,12 +170,16 @@ def rules(n: int) -> dict[str, Callable[[], masks.Mask]]:
         "sinks and window": lambda: (masks.FirstKeys(4) | masks.SlidingWindow(1023, 0)) & masks.Causal(),
         "function": lambda: masks.Custom(far),
         "window as a function": lambda: masks.Custom(window),
+        "documents as a function": lambda: masks.Custom(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)),
+        "floating-point function": lambda: masks.Custom(floating),
+        "function of a table": lambda: masks.Custom(lambda b, h, q, k: ids[q] == ids[k + 0]),
     }
 
 
 def time_building(make: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds until the lists are there and until the call returns, and the bytes that it takes at its peak."""
+    """Milliseconds until the lists are there and until the call returns, and the bytes at the peak, lists included."""
     make()
+    tile_cache.clear()
     torch.cuda.synchronize()
     ready, returned = [], []
     before = torch.cuda.memory_allocated()
@@ -194,7 +202,7 @@ def measure_building() -> list[dict[str, Any]]:
         rows.append({"name": name, "provider": "tilewise"} | time_building(lambda rule=rule: BlockMask(rule(), BUILT, device="cuda")))
     for name, function in (("function", far), ("window as a function", window)):
         rows.append({"name": name, "provider": "flex"} | measure_flex(function))
-    return [{"tokens": BUILT, "block": 128} | row for row in rows]
+    return [{"process": 1, "tokens": BUILT, "block": 128} | row for row in rows]
 
 
 def flex_builder(function: Callable[..., Any]) -> Callable[[], Any]:

@@ -377,3 +377,20 @@ def test_explain_takes_a_block_mask() -> None:
     q = torch.empty(1, 64, 2, 8)
     found = explain(q, q, q, mask=BlockMask(Blocks(torch.eye(4, dtype=torch.bool)[None, None], 16), 64, block_size=16))
     assert found.backend == "tiled" and found.flops == explain(q, q, q).flops // 4
+
+
+def test_a_mask_says_when_its_tensors_were_written_to() -> None:
+    """Its lists of tiles would hide what the rule now shows."""
+    ids = torch.arange(64)[None] // 32
+    x = torch.randn(1, 64, 2, 8)
+    threshold = torch.tensor([40])
+    for written, rule in ((ids, masks.Document(ids)), (threshold, masks.Custom(lambda b, h, i, j: j < threshold[0]))):
+        mask = BlockMask(rule, 64, block_size=16)
+        copied = copy.deepcopy(mask)
+        attention(x, x, x, mask=mask)
+        written.zero_()
+        with pytest.raises(ValueError, match=r"mask was built from tensors that were written to since.*build it again"):
+            attention(x, x, x, mask=mask)
+        attention(x, x, x, mask=copied)
+        again = attention(x, x, x, mask=BlockMask(rule, 64, block_size=16))
+        torch.testing.assert_close(again, attention(x, x, x, mask=rule))

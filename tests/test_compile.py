@@ -42,6 +42,7 @@ def run_case(script: Path, case, options: dict) -> dict:
 SPILLED = {
     ("attention_dkdv", "sm90", "lists"): 56,
     ("attention_dkdv", "sm90", "hidden"): 120,
+    ("attention_forward", "sm80", "aux"): 8,
     ("attention_dkdv", "sm90", "everything"): 48,
     ("attention_dq", "sm90", "everything"): 48,
     ("attention_dkdv", "sm80", "everything"): 152,

@@ -103,13 +103,6 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
             assert seen == (keys[0] <= j < keys[1])
 
 
-class _Records(tuple):
-    """A pointer that can be moved more than once: (values, offset)."""
-
-    def __add__(self, offset):
-        return _Records((self[0], self[1] + offset))
-
-
 def _packed_cases(count):
     rng = random.Random(2)
     for _ in range(count):
@@ -131,7 +124,7 @@ def test_every_visible_pair_of_packed_sequences_is_visited_once_and_in_order(til
                 records += [b, key, first_q[b], rows_q[b], used_q[b], first_k[b], rows_k[b], used_k[b]]
         records += [-1, n, 0, 0, 0, 0, 0, 0] * (slots - len(records) // 8)
         p = types.SimpleNamespace(
-            records_ptr=_Records((records, 0)), seqlen_q=before + sum(rows_q), seqlen_k=before + sum(rows_k), heads_k=heads_k, group=1,
+            records_ptr=_Pointer(records), seqlen_q=before + sum(rows_q), seqlen_k=before + sum(rows_k), heads_k=heads_k, group=1,
             head_group=2, batch_heads=heads_k, row_blocks=(before + sum(rows_q)) // m + len(rows_q), key_tiles=slots, window_left=left,
             window_right=right,
         )  # fmt: skip

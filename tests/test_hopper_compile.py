@@ -82,10 +82,15 @@ SPILLS = {
     "d128 everything": 64,
     "d256 everything": 256,
     "d128 lengths": 64,
+    "d96 packed": 64,
+    "d128 packed causal": 64,
+    "d128 packed window": 64,
+    "d128 packed everything": 64,
+    "d256 packed causal": 128,
 }
 
-# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at head dim 256.
-RELOADS = {"d64 full, three consumers": 4, "d256 everything": 32}
+# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at once.
+RELOADS = {"d64 full, three consumers": 4, "d256 everything": 32, "d128 packed everything": 1}
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from tilewise import UnsupportedAttention, mask_base, masks, score_mod
+from tilewise import UnsupportedAttention, attention, mask_base, masks, score_mod
 from tilewise.masks import (
     Blocks,
     Causal,
@@ -492,3 +492,16 @@ def apply_program(x: torch.Tensor, text: str, captured: list[torch.Tensor]) -> t
 @apply_program.register_fake
 def _(x, text, captured):
     return x.new_empty(x.shape[0], x.shape[0])
+
+
+def test_negation_within_a_compiled_function() -> None:
+    """torch.compile traces no `~` of objects, so a rule's negation is written without."""
+    x = torch.randn(1, 9, 2, 8)
+    later, negated = ~masks.Causal(), masks.Custom(lambda b, h, i, j: torch.logical_not(i >= j))
+    for rule in (later, later & masks.Chunked(4), negated):
+        compiled = torch.compile(lambda q, rule=rule: attention(q, q, q, mask=rule), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), attention(x, x, x, mask=later & rule))
+    function = masks.Custom(lambda b, h, i, j: ~(i >= j))
+    torch.testing.assert_close(attention(x, x, x, mask=function), attention(x, x, x, mask=later))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="invert"):
+        torch.compile(lambda q: attention(q, q, q, mask=function), fullgraph=True, backend="eager")(x)

@@ -153,3 +153,9 @@ def test_empty_row_reports_the_sink() -> None:
     assert (out[:, :3] == 0).all()
     assert (lse[:, 0, :3] == 0.25).all()
     assert (lse[:, 1, :3] == -math.inf).all()
+
+
+def test_no_heads_at_all() -> None:
+    x = torch.randn(2, 5, 0, 8)
+    full = reference.attention_full(x, x, x, causal=True, alibi_slopes=torch.rand(0), learnable_sink=torch.rand(0))
+    assert [tuple(y.shape) for y in full] == [(2, 5, 0, 8), (2, 0, 5), (0,), (2, 0, 5), (2, 0, 5)]

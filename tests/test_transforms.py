@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise import attention
+from tilewise import attention, masks
 
 from .helpers import make_inputs
 from .reports import report
@@ -384,3 +384,13 @@ def test_a_module_with_attention_trains_the_same_as_eager() -> None:
             curve.append(loss.item())
         losses.append(curve)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 3, 8), (3, 0, 4, 3, 8), (3, 2, 0, 3, 8), (3, 2, 4, 0, 8)], ids=str)
+@pytest.mark.parametrize("mask", [None, masks.Chunked(2)], ids=str)
+def test_vmap_over_empty_dimensions(shape: tuple[int, ...], mask: Any) -> None:
+    x = torch.randn(shape)
+    out, grads = torch.func.vmap(
+        lambda y: (attention(y, y, y, mask=mask), torch.func.grad(lambda z: attention(z, y, y, mask=mask).sum())(y))
+    )(x)
+    assert out.shape == grads.shape == shape

@@ -42,8 +42,9 @@ class BlockMask:
         ValueError: the rule does not fit these sizes, or needs `batch` or `heads`. UnsupportedAttention: the rule's function uses an
         operation that cannot be traced.
 
-    A mask is built for one length. A call of another length, or with `seqused_q` or `seqused_k` where the rule depends on the query's
-    position, raises and says what to do. Equal masks are built once and then found again (`tilewise.tile_cache`).
+    A mask is built for one length and for what its rule's tensors hold. A call of another length, or after a write to those tensors, or
+    with `seqused_q` or `seqused_k` where the rule depends on the query's position, raises and says what to do. Equal masks are built once
+    and then found again (`tilewise.tile_cache`).
 
     Example:
         >>> from tilewise import masks
@@ -103,6 +104,7 @@ class BlockMask:
         self.reads = frozenset(names) & {"b", "h", "p"}
         self.grid = Grid(seqlen_q, seqlen_k, *sizes, *rule.implied_window())
         self.lowered = self._lower(rule, device)
+        self.read = tile_cache.versions([*rule.tensors(), *captured])
         return (text, self.grid, self.batch, self.heads, device), captured
 
     def _lower(self, rule: Mask, device: torch.device) -> Lowered:
@@ -355,8 +357,13 @@ class BlockMask:
             return self
         moved = object.__new__(BlockMask)
         rule = self.rule.to(device)
-        moved.__dict__.update(self.__dict__, rule=rule, lists=self.lists.to(device), lowered=self._lower(rule, device))
+        lowered = self._lower(rule, device)
+        read = tile_cache.versions([*rule.tensors(), *lowered.captured])
+        moved.__dict__.update(self.__dict__, rule=rule, lists=self.lists.to(device), lowered=lowered, read=read)
         return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"read": []}  # copies of tensors count their writes anew
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool = False) -> None:
         """Raises where the mask was built for another call; `ragged` says that batch items have lengths of their own."""
@@ -368,6 +375,11 @@ class BlockMask:
         for name, variable, own, given in (("batch items", "b", self.batch, batch), ("heads", "h", self.heads, heads)):
             if own != given and (own != 1 or variable in self.reads):
                 raise ValueError(f"mask was built for {own} {name}, and the call has {given}; build it for these")
+        if tile_cache.written_since(self.read):
+            raise ValueError(
+                f"mask was built from tensors that were written to since, so its lists of tiles are out of date: build it again, "
+                f"BlockMask(rule, {seqlen_q}, {seqlen_k})"
+            )
         if not same_device(self.device, device):
             raise ValueError(f"mask is on {self.device} but the inputs are on {device}; move it with mask.to('{device}')")
         if ragged and "p" in self.reads:

@@ -351,7 +351,7 @@ class Not(Mask):
         return self.rule.sizes()
 
     def predicate(self, at: Pair) -> Any:
-        return ~self.rule.predicate(at)
+        return torch.logical_not(self.rule.predicate(at))  # torch.compile traces no `~` of objects
 
     def __repr__(self) -> str:
         return f"~({self.rule!r})" if isinstance(self.rule, _Both) else f"~{self.rule!r}"

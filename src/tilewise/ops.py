@@ -287,12 +287,14 @@ def vmap(op: Any, names: tuple[str, ...], info: Any, in_dims: Any, flat: tuple[A
         def pick(value: Any, dim: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return [pick(x, d) for x, d in zip(value, dim, strict=True)] if isinstance(dim, (list, tuple)) else value
-            return value.select(dim, index) if dim is not None and isinstance(value, Tensor) else value
+            if dim is None or not isinstance(value, Tensor):
+                return value
+            return value.select(dim, index) if size else value.new_zeros(value.movedim(dim, 0).shape[1:])
 
         return [pick(args[name], dims[name]) for name in names]
 
-    results = [op(*element(index)) for index in range(size)]
-    return [torch.stack(parts) for parts in zip(*results, strict=True)]
+    results = [op(*element(index)) for index in range(max(size, 1))]  # of no elements, one says how large the results are
+    return [torch.stack(parts)[:size] for parts in zip(*results, strict=True)]
 
 
 def _can_fold(args: dict[str, Any], dims: dict[str, Any]) -> bool:
@@ -323,6 +325,7 @@ _FOLDED_AS_THEY_ARE = ("sink", "dropout_seed", "captured")
 
 def _fold(op: Any, names: tuple[str, ...], size: int, args: dict[str, Any], dims: dict[str, Any]) -> list[Tensor]:
     folded = dict(args)
+    batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
     for name, x in args.items():
         if not isinstance(x, Tensor) or name in _FOLDED_AS_THEY_ARE:
             continue
@@ -337,10 +340,9 @@ def _fold(op: Any, names: tuple[str, ...], size: int, args: dict[str, Any], dims
         else:
             x = x.movedim(dims[name], 0)
         if name == "alibi_slopes" and x.ndim == 2:  # (V, Hq): one row for every batch item
-            batch = args["q"].shape[0 if dims["q"] is None or dims["q"] > 0 else 1]
             x = x[:, None].expand(size, batch, x.shape[1])
         folded[name] = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-    return [x.reshape(size, -1, *x.shape[1:]) if x.ndim > 1 else x.expand(size, *x.shape) for x in op(*(folded[name] for name in names))]
+    return [x.reshape(size, batch, *x.shape[1:]) if x.ndim > 1 else x.expand(size, *x.shape) for x in op(*(folded[name] for name in names))]
 
 
 # ------------------------------------------------------------------------------------------------------------- registration

@@ -99,7 +99,7 @@ def attention_full(
 
     # Scores, in the order: scale, softcap, bias and ALiBi, score function, mask.
     scale = softmax_scale if softmax_scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else 1.0)
-    slopes = None if alibi_slopes is None else alibi_slopes.to(compute_dtype).reshape(-1, heads)[..., None, None]  # (B or 1, Hq, 1, 1)
+    slopes = None if alibi_slopes is None else alibi_slopes.to(compute_dtype).expand(batch, heads)[..., None, None]  # (B, Hq, 1, 1)
 
     def scores(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores with -inf where hidden, what is visible in the end, and v, with what nobody sees replaced: it goes nowhere."""
@@ -148,7 +148,7 @@ def attention_full(
     result = Result(
         out=out.transpose(1, 2) if layout == "bshd" else out,
         lse=lse,
-        max_logits=row_max.transpose(0, 1).reshape(heads, -1).amax(1) if batch * seqlen_q else row_max.new_full((heads,), NEG_INF),
+        max_logits=row_max.amax((0, 2)) if batch * seqlen_q else row_max.new_full((heads,), NEG_INF),
         key_mass=probs.sum(2),
         entropy=-plogp.sum(3),
     )

@@ -46,6 +46,18 @@ def find(key: tuple[Any, ...], tensors: Sequence[Tensor], build: Callable[[], Fo
     return built
 
 
+def versions(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """The tensors with the number of writes that they have seen, where PyTorch counts them."""
+    if torch.compiler.is_compiling():
+        return []
+    return [(x, x._version) for x in tensors if not x.is_inference()]
+
+
+def written_since(seen: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether one of these tensors was written to after `versions` looked at it."""
+    return not torch.compiler.is_compiling() and any(x._version != version for x, version in seen)
+
+
 def clear() -> None:
     """Forgets everything."""
     with _lock:

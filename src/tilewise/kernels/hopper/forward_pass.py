@@ -11,7 +11,7 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 |---|---|---|
 | q_full | TMA | consumer: before the first QK of a tile |
 | q_empty | consumer, after the last QK of a tile (without `cross_tile`: after O has left Q's buffer) | producer |
-| k_full, v_full | TMA | every consumer |
+| k_full, v_full | TMA; of lists, the block's number was written before | every consumer |
 | k_empty, v_empty | every consumer, behind the wgmma wait that ends the reading | producer |
 | next_full | producer: the next tile's number is written | every consumer warp |
 | next_empty | every consumer warp: it is read | producer |

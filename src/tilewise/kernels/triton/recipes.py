@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from .. import replay
 from .launching import Descriptor
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def run(kernel: Any, programs: int, *given: Any, **named: Any) -> Any:
     compiled kernel, None in the interpreter.
     """
     import torch
+
+    from .. import replay  # which needs torch, and compiling kernels does not
 
     if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:  # on AMD the extent of a tensor counts too
         replay.note(None, programs, given)
@@ -99,6 +100,8 @@ class Recipe(NamedTuple):
     descriptors: list[tuple[int, int, list[int], list[int]]]  # argument, tensor, shape, strides
 
     def launch(self, pool: Sequence[Tensor | None]) -> None:
+        from .. import replay
+
         values = self.values.copy()
         for argument, tensor in self.tensors:
             values[argument] = pool[tensor]
