@@ -223,7 +223,7 @@ def test_misuse_is_named_as_the_user_named_it(causal: bool) -> None:
     q, k = tensors((2, 4, 5, 8), (2, 4, 7, 8))
     with pytest.raises(ValueError, match=r"attn_mask has shape \(5, 6\).* \(2, 4, 5, 7\)"):
         scaled_dot_product_attention(q, k, k, torch.ones(5, 6, dtype=torch.bool), is_causal=causal)
-    with pytest.raises(TypeError, match="attn_mask has dtype torch.int32"):
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch\.int32"):
         scaled_dot_product_attention(q, k, k, torch.ones(5, 7, dtype=torch.int32), is_causal=causal)
-    with pytest.raises(ValueError, match="^scale is nan"):
+    with pytest.raises(ValueError, match=r"^scale is nan"):
         scaled_dot_product_attention(q, k, k, is_causal=causal, scale=float("nan"))

@@ -29,7 +29,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
         Rows that no part sees are 0 and -inf. Differentiable in every argument.
 
     Raises:
-        ValueError: no parts, differing counts, shapes that do not match, or an unknown layout. TypeError: a part that is no floating tensor.
+        ValueError: no parts, differing counts, shapes that do not match, or an unknown layout.
+        TypeError: a part that is no floating tensor.
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
