@@ -34,7 +34,9 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient", "schedule", "sum_rows")
+KERNELS += ("find_nonfinite", "attention_jvp", "key_mass")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
+PURPOSE["key_mass"] = "dkdv"
 FEATURES = (
     "plain",
     "causal",
@@ -50,6 +52,8 @@ FEATURES = (
     "program",
     "packed",
     "lists",
+    "hidden",
+    "aux",
     "everything",
 )
 
@@ -103,7 +107,8 @@ def kernels_package(source: Path = SOURCES):
             package = types.ModuleType(name)
             package.__path__ = [str(folder)]
             sys.modules[name] = package
-    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, forward_pass, lse_rest, packed, row_terms
+    from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, finite, forward_pass, key_mass, lse_rest, packed, row_terms
+    from tilewise.kernels.triton.tangents import forward as tangents
 
     return configs, {
         "attention_forward": forward_pass.attention_forward,
@@ -114,18 +119,25 @@ def kernels_package(source: Path = SOURCES):
         "bias_gradient": bias_gradient.bias_gradient,
         "schedule": packed.schedule,
         "sum_rows": packed.sum_rows,
+        "find_nonfinite": finite.find_nonfinite,
+        "key_mass": key_mass.key_mass,
+        "attention_jvp": tangents.attention_jvp,
     }
 
 
 def source_hash() -> str:
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*.py")):
+    for path in [*sorted(SOURCES.glob("*.py")), *sorted(SOURCES.glob("tangents/*.py"))]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def config_of(case: Case, configs):
     """The tiles that the case runs with on a device of its target; None for a kernel without a choice."""
+    if case.kernel == "attention_jvp":
+        from tilewise.kernels.triton.tangents.forward import TILES
+
+        return TILES[case.bits][configs.padded(case.head_dim)]
     if case.kernel not in PURPOSE:
         return None
     named = {"window": "window_left", "seqused": "lengths", "packed": "lengths"}
@@ -145,14 +157,16 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     block, config = configs.padded(case.head_dim), config_of(case, configs)
     constants: dict[str, object] = {"D": case.head_dim, "DV": case.head_dim, "BLOCK_D": block, "BLOCK_DV": block}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} if config else {"BLOCK_M": 64}
-    tma = bool(config and config.descriptors and case.kernel != "lse_rest")
-    natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program") or case.kernel in ("lse_rest", "bias_gradient")
+    tma = bool(config and config.descriptors and case.kernel not in ("lse_rest", "key_mass"))
+    natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program")
+    natural |= case.kernel in ("lse_rest", "bias_gradient", "attention_jvp")
     constants |= {
         "ALIGN": 128 // case.bits,
         "TMA": tma,
         "TMA_DO": tma,
         "NATURAL": natural,
-        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists"),
+        "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists", "hidden"),
+        "HIDE": case.has("hidden"),
         "PRECISION": "ieee",
         "GROUPED": case.has("gqa"),
         "BLOCK": 128,
@@ -196,14 +210,20 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "bias_rows_ptr": None,
         "bias_cols_ptr": "*fp32" if bias and case.kernel == "attention_dkdv" else None,
         "slope_rows_ptr": "*fp32" if case.has("alibi") else None,
+        "tbias_ptr": f"*{case.dtype}" if case.has("bias") else None,
+        "tslopes_ptr": "*fp32" if case.has("alibi") else None,
+        "tsink_ptr": "*fp32" if case.has("sink") else None,
         "captured_ptr": CAPTURED if case.has("program") else None,
         "captured_sizes": CAPTURED_SIZES if case.has("program") else None,
+        "nonfinite_ptr": "*i32",
+        "largest_ptr": "*fp32" if case.has("aux") else None,
+        "entropy_ptr": "*fp32" if case.has("aux") else None,
         "lists_ptr": ("*i32", "*i32", "*i32", "*i32", "*i64") if case.has("lists") else None,
         "list_sizes": ("i64",) * 6 if case.has("lists") else None,
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
-    statistics = {"lse_ptr", "row_lse_ptr", "delta_ptr", "partial_ptr", "result_ptr"}
+    statistics = {"lse_ptr", "tlse_ptr", "row_lse_ptr", "delta_ptr", "partial_ptr", "result_ptr", "mass_ptr"}
 
     def kind(name: str) -> str | tuple | None:
         if name in optional:

@@ -1,13 +1,15 @@
-"""Draws the pictures of docs/masks.md and writes its table: each rule, its one line, and the shares of pairs and of tiles that it shows.
+"""Draws the pictures of docs/masks.md and writes its tables: each rule, its one line, the shares of pairs and of tiles that it shows, and
+what scripts/masks_gpu.py measured of it and of building masks.
 
 python scripts/mask_gallery.py
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +17,7 @@ from tilewise import BlockMask, masks
 
 ROOT = Path(__file__).parents[1]
 PAGE, FIGURES = ROOT / "docs" / "masks.md", ROOT / "docs" / "figures"
+RESULTS = ROOT / "benchmarks" / "results" / "masks-h200.json"
 DRAWN, MEASURED, BLOCK = 48, 2048, 128
 
 
@@ -58,22 +61,55 @@ def file_of(entry: Entry) -> str:
     return f"mask-{re.sub('[^a-z]+', '-', entry.name)}.svg"
 
 
-def table() -> str:
-    """The gallery as a table."""
-    lines = ["| | rule | pairs | tiles |", "|---|---|---|---|"]
+def table(measured: list[dict[str, Any]]) -> str:
+    """The gallery as a table: the shares and speeds of the measured entries, at their size; without any, the shares at `MEASURED`."""
+    rows = {row["name"]: row for row in measured}
+    caption = f"The shares are those at n = {MEASURED:,}"
+    if rows:
+        one = next(iter(rows.values()))
+        caption = f"Shares and speeds are those at n = {one['keys']:,} with {one['heads']} heads of {one['head_dim']}, bf16"
+    caption += f": of pairs, and of tiles of {BLOCK} × {BLOCK},\nwhich is what attention with a `BlockMask` computes instead of everything."
+    if rows:
+        caption += "\nSpeeds are those relative to attention without a mask by its fastest kernel, in the same process."
+    lines = [f"{caption} `w` is the width of a picture, √n.\n"]
+    lines += ["| | rule | pairs | tiles |" + (" forward | backward |" if rows else ""), "|---|---|---|---|" + ("---|---|" if rows else "")]
     for entry in ENTRIES:
-        queries, rule = round(entry.queries * MEASURED), rule_of(entry, MEASURED)
-        tiles = BlockMask(rule, queries, MEASURED, block_size=BLOCK).density()
+        row = rows[entry.name] if rows else computed(entry)
         picture = f"![{entry.name}](figures/{file_of(entry)})"
         line = entry.line.replace("|", "\\|")
-        lines.append(f"| {picture} | {entry.name}<br>`{line}` | {rule.density(queries, MEASURED):.1%} | {tiles:.1%} |")
+        cells = [picture, f"{entry.name}<br>`{line}`", f"{row['pairs']:.1%}", f"{row['tiles']:.1%}"]
+        if rows:
+            cells += [f"{row[f'dense_{name}_ms'] / row[f'{name}_ms']:.2f} ×" if f"{name}_ms" in row else "" for name in ("fwd", "bwd")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def computed(entry: Entry) -> dict[str, float]:
+    """The shares of pairs and of tiles."""
+    queries, rule = round(entry.queries * MEASURED), rule_of(entry, MEASURED)
+    return {"pairs": rule.density(queries, MEASURED), "tiles": BlockMask(rule, queries, MEASURED, block_size=BLOCK).density()}
+
+
+def building(measured: list[dict[str, Any]]) -> str:
+    """The time of building, and FlexAttention's where it builds the same lists."""
+    flex = {row["name"]: f"{row['ms']:.1f} ms" for row in measured if row["provider"] == "flex" and row["same_lists"]}
+    lines = [
+        "| mask | ready after | of it host | memory at the peak, over the lists | compiled `create_block_mask` |",
+        "|---|---|---|---|---|",
+    ]
+    for row in measured:
+        if row["provider"] == "tilewise":
+            lines.append(f"| {row['name']} | {row['ms']:.2f} ms | {row['host_ms']:.2f} ms | {flex.get(row['name'], '')} |")
     return "\n".join(lines)
 
 
 def page(text: str) -> str:
-    """The page with its table made anew."""
-    begin, end = "<!-- gallery: begin -->\n", "\n<!-- gallery: end -->"
-    return text[: text.index(begin) + len(begin)] + table() + text[text.index(end) :]
+    """The page with its tables made anew."""
+    results = json.loads(RESULTS.read_text())
+    for name, made in (("gallery", table(results.get("gallery", []))), ("building", building(results["building"]))):
+        begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
+        text = text[: text.index(begin) + len(begin)] + made + text[text.index(end) :]
+    return text
 
 
 def draw() -> None:

@@ -82,9 +82,8 @@ def features(dtype: torch.dtype) -> dict[str, tuple[plan.Operands, plan.Rules, p
 
 
 def chosen(t: plan.Operands, r: plan.Rules, request: plan.Request, target: plan.Target) -> str:
-    """The backend that `auto` takes. Asks each in turn, because `select` would warn about a GPU call that falls to `tiled`."""
-    order = {"cuda": ("hopper", "triton"), "xpu": ("triton",), "cpu": ("torch",)}.get(target.type, ())
-    return next((backend for backend in order if plan.why_not(backend, t, r, request, target) is None), "tiled")
+    """The backend that `auto` takes."""
+    return plan.select(t, r, request=request, target=target, warn=False).backend
 
 
 def cell(t: plan.Operands, r: plan.Rules, request: plan.Request, target: plan.Target) -> str:

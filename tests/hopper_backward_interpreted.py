@@ -31,6 +31,8 @@ class StandIn:
 
     def __call__(self, *arguments):
         a, c = dict(zip(backward_launch.attention_backward.arg_names, arguments, strict=True)), self.variant
+        if c.packed:
+            return self.packed(a)
         q, k, v, do = (a[f"{name}_desc"].base.float() for name in ("q", "k", "v", "do"))
         batch, heads, seqlen_q, dim = q.shape
         group, seqlen_k = a["group"], k.shape[2]
@@ -63,6 +65,54 @@ class StandIn:
             a["dq_desc"].base.copy_(dq)
         else:
             a["dq_desc"].base.add_(dq)
+
+    def packed(self, a):
+        """Tile by tile, as the records say."""
+        c = self.variant
+        q, k, v, do = (a[f"{name}_desc"].base.float()[0] for name in ("q", "k", "v", "do"))
+        heads, group = q.shape[0], a["group"]
+        lse, delta = (a[f"{name}_desc"].base.view(heads, a["row_blocks"], c.block_m) for name in ("lse", "delta"))
+        acc = a["dq_desc"].base.view(heads, a["row_blocks"], c.block_m, c.dim)
+        for sequence, key, first_q, _rows_q, length_q, first_k, rows_k, length_k in StandIn.tiles.records.tolist():
+            end, blocks = min(key + c.block_n, rows_k), -(-length_q // c.block_m)
+            if key >= end:
+                continue
+            at, first_block = slice(first_k + key, first_k + end), first_q // c.block_m + sequence
+            ours = torch.zeros(2, heads // group, end - key, max(c.dim, c.dim_v))
+            used = max(0, min(end, length_k) - key)
+            for h in range(heads if used else 0):
+                rows, keys = torch.arange(blocks * c.block_m)[:, None], key + torch.arange(used)
+                mine = [torch.zeros(blocks * c.block_m, x.shape[2]) for x in (q, do)]
+                for x, source in zip(mine, (q, do), strict=True):
+                    x[:length_q] = source[h, first_q : first_q + length_q]
+                read = slice(first_block, first_block + blocks)
+                k_tile, v_tile = (x[h // group, first_k + key : first_k + key + used] for x in (k, v))
+                seen = (keys <= rows + length_k - length_q + a["window_right"]) | (not c.right)
+                exponent = mine[0] @ k_tile.mT * a["exp_scale"] - lse[h, read].reshape(-1, 1)
+                distance = (rows + length_k - length_q - keys).abs()
+                if c.alibi:
+                    exponent = exponent - StandIn.slopes[sequence, h] * distance * 1.4426950408889634
+                prob = torch.where(seen, torch.exp2(exponent), 0.0)
+                ds = prob * (mine[1] @ v_tile.mT - delta[h, read].reshape(-1, 1))
+                ours[1, h // group, :used, : v.shape[2]] += prob.mT @ mine[1]
+                ours[0, h // group, :used, : k.shape[2]] += ds.mT @ mine[0] * a["out_scale"]
+                dq = torch.nn.functional.pad(ds @ k_tile, (0, c.dim - k.shape[2]))
+                if c.dq_parts == 2:
+                    dq = dq.view(-1, 2, 2, 64).transpose(1, 2)
+                dq = dq.reshape(blocks, c.block_m, c.dim)
+                if c.ordered:
+                    turns = StandIn.turns.view(heads, a["row_blocks"], c.dq_parts)[h, read]
+                    dq = torch.where((turns[:, :1, None] > 0), acc[h, read] + dq, dq)
+                    turns += 1
+                    acc[h, read] = dq
+                else:
+                    acc[h, read] += dq
+                if c.alibi:
+                    StandIn.dslopes[0, h, first_k + key] = -(ds * distance)[:length_q].sum()
+            for name, x in (("dk", ours[0]), ("dv", ours[1])):
+                target = a[f"{name}_desc"].base[0]
+                x = x[..., : target.shape[2]].to(target.dtype)
+                target[:, at] = x if key + c.block_n <= rows_k else target[:, at] + x
 
 
 CASES = {
@@ -123,3 +173,82 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         assert (got - want).norm() <= 4e-3 * want.norm() + 1e-3, n
     if case["sink"]:
         assert (dsink - exact.grads["learnable_sink"]).norm() <= 4e-3 * exact.grads["learnable_sink"].norm()
+
+
+PACKED = {
+    "d64 causal": {"causal": True},
+    "d40, grouped, ordered, lengths": {"dim": 40, "kv_heads": 2, "causal": True, "ordered": True, "lengths": True},
+    "d256, sink, slopes of sequences": {"dim": 256, "sink": True, "slopes": True},
+    "offsets that decrease": {"cu": ([0, 90, 60, 95, 300], [0, 40, 41, 20, 100])},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_with_the_large_kernel_replaced(name, monkeypatch):
+    """Sequences of every relation to a tile, empty ones, and rows of none, which may hold anything."""
+    case = {"dim": 64, "kv_heads": 4, "causal": False, "ordered": False, "lengths": False, "sink": False, "slopes": False} | PACKED[name]
+    cu_q, cu_k = case.get("cu", ([3, 3 + 70, 73, 73 + 128, 202], [5, 135, 140, 140, 140 + 129]))
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
+    total_q, total_k = 210, 280
+    inputs = {
+        x: torch.randn(total, heads, case["dim"]).half()
+        for x, total, heads in (("q", total_q, 4), ("k", total_k, case["kv_heads"]), ("v", total_k, case["kv_heads"]))
+    }
+    if case["sink"]:
+        inputs["learnable_sink"] = torch.randn(4)
+    if case["slopes"]:
+        inputs["alibi_slopes"] = torch.rand(4, 4) * 0.1
+    options = {"causal": case["causal"], "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    if case["lengths"]:
+        options |= {f"seqused_{x}": torch.tensor(used, dtype=torch.int32) for x, used in (("q", [70, 0, 60, 1]), ("k", [129, 5, 0, 64]))}
+
+    def full(**given):
+        result = reference.attention_varlen_full(**given, **options)
+        return result.out, result.lse
+
+    out, lse = full(**inputs)
+    dout, dlse = torch.randn(out.shape).half(), torch.randn(lse.shape)
+    exact = helpers.run_on_leaves(full, inputs, dout, dlse, lambda x: x.detach().double().requires_grad_())
+
+    heads_first = {n: inputs[n].transpose(0, 1)[None] for n in "qkv"}
+    t = Operands(
+        *heads_first.values(), alibi_slopes=inputs.get("alibi_slopes"), sink=inputs.get("learnable_sink"),
+        seqused_q=options.get("seqused_q"), seqused_k=options.get("seqused_k"), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+    )  # fmt: skip
+    r = Rules(case["dim"] ** -0.5, window_right=0 if case["causal"] else -1, deterministic=case["ordered"])
+    variant = backward_launch.variant_of(t, r, case["slopes"])
+    monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
+    StandIn.slopes = inputs.get("alibi_slopes")
+    scheduled, new_empty, new_zeros = backward_launch.packed.scheduled, torch.Tensor.new_empty, torch.Tensor.new_zeros
+
+    def remember(found, name):
+        setattr(StandIn, name, found)
+        return found
+
+    def remember_records(*given, **named):
+        tiles, sequences = scheduled(*given, **named)
+        return remember(tiles, "tiles") and (tiles, sequences)
+
+    def poisoned(x, *size, dtype=None, **more):
+        made = new_empty(x, *size, dtype=dtype, **more)
+        return remember(made.fill_(-7), "turns") if dtype == torch.int32 else made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(backward_launch.packed, "scheduled", remember_records)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *given, **named: remember(new_zeros(*given, **named), "dslopes"))
+    grads = {n: torch.full_like(x, float("nan")) for n, x in heads_first.items()}
+    others = {n: torch.full_like(inputs[n], float("nan")) for n in ("learnable_sink", "alibi_slopes") if n in inputs}
+    with np.errstate(all="ignore"):
+        backward_launch.launch(
+            t,
+            r,
+            Saved(out.half().transpose(0, 1)[None], lse.float().contiguous()[None]),
+            Cotangents(dout.transpose(0, 1)[None], dlse[None]),
+            Gradients(*grads.values(), dsink=others.get("learnable_sink"), dalibi_slopes=others.get("alibi_slopes")),
+        )
+    got = {n: x[0].transpose(0, 1) for n, x in grads.items()} | others
+    for n, x in got.items():
+        want = exact.grads[n]
+        # The saved output is rounded to float16, and so is the result.
+        assert (x - want).norm() <= 4e-3 * want.norm() + 1e-3, n
+        assert n not in "qkv" or (x == 0)[want == 0].all()

@@ -30,8 +30,10 @@ HALF_CHOICES = CHOICES[::5]
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    """The kernels decline the CPU; here they are meant to run on it. NumPy warns where a GPU computes infinities in silence."""
+    """The kernels decline the CPU; here they are meant to run on it, small calls as large ones do, which first ask whether hidden values
+    can show. NumPy warns where a GPU computes infinities in silence."""
     monkeypatch.setattr(kernels, "why_not", lambda *_: None)
+    monkeypatch.setattr("tilewise.kernels.triton.finite.LEAST_WORK", 0)
     with np.errstate(all="ignore"):
         yield
 
@@ -177,6 +179,79 @@ def test_tile_lists(name):
     helpers.assert_close_to_reference(got, exact, unfused)
 
 
+AUX = ("max_logits", "key_mass", "entropy")
+AUXILIARY: dict[str, Callable[[], dict]] = {
+    "dropout": lambda: dict(causal=True, dropout_p=0.3, dropout_seed=5),
+    "window": lambda: dict(window_size=(9, 3), softcap=2.0),
+    "bias": lambda: dict(bias=torch.where(torch.rand(4, 40, 70) < 0.5, torch.randn(4, 40, 70) * 3.0, -torch.inf)),
+    "low bias": lambda: dict(bias=torch.randn(40, 70) - 1e5),
+    "mask": lambda: dict(mask=(torch.rand(40, 70) < 0.3) & (torch.arange(40) != 3)[:, None], softmax_scale=-0.3),
+    "sinks": lambda: dict(learnable_sink=torch.tensor([0.5, -1.0, 30.0, -torch.inf]), seqused_q=lengths(33), seqused_k=lengths(41)),
+    "no key": lambda: dict(seqused_k=lengths(0), learnable_sink=torch.randn(4)),
+    "score_mod": lambda: dict(score_mod=lambda s, b, h, i, j: s + (i - j) * 0.125, learnable_sink=torch.randn(4)),
+    "lists": lambda: dict(mask=masks.Blocks(torch.rand(1, 4, 3, 5) < 0.5, 16)),
+}
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude among the finite elements, 0 without any."""
+    return torch.where(x.isfinite(), x, 0.0).abs().amax().item()
+
+
+def assert_auxiliary(got: tilewise.Aux, exact: reference.Result, unfused: reference.Result) -> None:
+    """As close to float64 as the unfused computation, and one rounding of the LSE that key_mass recomputes its probabilities from."""
+    eps = torch.finfo(torch.float32).eps
+    for name in AUX:
+        one, want, eager = (getattr(x, name).double() for x in (got, exact, unfused))
+        assert torch.equal(one[~want.isfinite()], want[~want.isfinite()]), name
+        error, allowed = (largest(torch.where(want.isfinite(), x - want, 0.0)) for x in (one, eager))
+        rounding = 8 * eps * max(1.0, largest(want)) * (max(1.0, largest(exact.lse)) if name == "key_mass" else 1.0)
+        assert error <= 1.5 * allowed + rounding, f"{name}: error {error:.3e}, unfused {allowed:.3e}"
+
+
+@pytest.mark.parametrize("name,dtype", sliced([(name, torch.float32) for name in AUXILIARY] + [("window", torch.float16)]), ids=str)
+def test_auxiliary_outputs(name, dtype):
+    arguments = helpers.make_inputs(batch=1, heads=4, kv_heads=2, seqlen_q=40, seqlen_k=70, dtype=dtype) | AUXILIARY[name]()
+    _, got = tilewise.attention(**arguments, backend="triton", return_aux=AUX)
+    assert_auxiliary(got, *(reference.attention_full(**arguments, compute_dtype=to) for to in (torch.float64, dtype)))
+
+
+@pytest.mark.parametrize("name", sliced(["causal_window_softcap", "bias_shared", "lengths"]))
+def test_auxiliary_outputs_of_packed_sequences(name):
+    arguments = packed.build(name, torch.float32, size=packed.SMALL)
+    _, got = tilewise.attention_varlen(**arguments, backend="triton", return_aux=AUX)
+    assert_auxiliary(got, *(reference.attention_varlen_full(**arguments, compute_dtype=to) for to in (torch.float64, torch.float32)))
+
+
+def test_gradients_of_auxiliary_outputs_come_from_another_backend(monkeypatch):
+    """And are those of the specification, from what these kernels saved."""
+    refuses = lambda t, r, request, target: "no gradient of these" if request.backward and request.aux else None  # noqa: E731
+    monkeypatch.setattr(kernels, "why_not", refuses)
+    arguments = helpers.make_inputs(batch=1, heads=2, seqlen_q=20, seqlen_k=36) | {"causal": True, "softcap": 2.0}
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        leaves = {name: arguments[name].clone().requires_grad_() for name in "qkv"}
+        _, aux = tilewise.attention(**{**arguments, **leaves}, backend=backend, return_aux=("key_mass", "entropy"))
+        return torch.autograd.grad(aux.entropy.square().sum() + aux.key_mass.square().sum(), list(leaves.values()), allow_unused=True)
+
+    for got, want in zip(gradients("triton")[:2], gradients("reference")[:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_auxiliary_outputs_show_what_is_seen_and_nothing_else():
+    arguments = helpers.make_inputs(batch=1, heads=2, seqlen_q=40, seqlen_k=70) | {"mask": torch.arange(70) % 3 != 1}
+    hidden, seen = ({name: x.clone() for name, x in arguments.items()} for _ in range(2))
+    hidden["k"][:, 1::3], seen["k"][0, 5, 1] = float("nan"), float("nan")
+    clean, same, broken = (tilewise.attention(**given, backend="triton", return_aux=AUX)[1] for given in (arguments, hidden, seen))
+    for name in AUX:
+        assert torch.equal(getattr(clean, name), getattr(same, name)), name
+    assert broken.max_logits.isnan().tolist() == [False, True] and broken.entropy.isnan().all(2).tolist() == [[False, True]]
+    assert broken.key_mass[0, 1, ::3].isnan().all() and torch.equal(broken.key_mass[:, 0], clean.key_mass[:, 0])
+    nothing = {name: arguments[name][:, :0] if name == "q" else arguments[name] for name in "qkv"}
+    _, empty = tilewise.attention(**nothing, backend="triton", return_aux=AUX)
+    assert (empty.max_logits == -torch.inf).all() and not empty.key_mass.any() and empty.entropy.shape == (1, 2, 0)
+
+
 GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "learnable_sink")
 
 
@@ -201,7 +276,7 @@ def test_tile_status(block_m, block_n):
     from tilewise import tile_status
     from tilewise.kernels.triton.tile_status import evaluate
 
-    ids = torch.arange(90) // 25
+    ids = torch.arange(50) // 15
     rules = (
         masks.SlidingWindow(33, 2),
         masks.Dilated(3, 30) | masks.FirstKeys(20),
@@ -210,12 +285,57 @@ def test_tile_status(block_m, block_n):
         masks.Full(),
     )
     for rule in rules:
-        grid = tile_status.Grid(150, 90, block_m, block_n, *rule.implied_window())
-        text, captured = rule.program(150, 90)
+        grid = tile_status.Grid(70, 50, block_m, block_n, *rule.implied_window())
+        text, captured = rule.program(70, 50)
         status = torch.full((2, 3, grid.rows, grid.width), tile_status.UNKNOWN, dtype=torch.uint8)
         status[1, 1, 0] = tile_status.PARTIAL  # what is known stays
-        found = evaluate(text, captured, status, grid.base(status.device), 150, 90, block_m, block_n)
+        found = evaluate(text, captured, status, grid)
         assert torch.equal(found, tile_status._evaluate_unknown(text, captured, status, grid)), rule
+
+
+LIST_SIZES = [(100, 60, 32, 16), (40, 75, 16, 32), (1, 70, 16, 16)]
+
+
+@pytest.mark.parametrize("sizes", sliced(LIST_SIZES), ids=str)
+def test_building_lists(sizes):
+    """Statuses from ranges, and the lists from statuses and from windows alone, against torch's."""
+    from tilewise import tile_lists, tile_status
+    from tilewise.kernels.triton.tile_lists import build
+    from tilewise.kernels.triton.tile_status import of_ranges
+
+    def same(status: Tensor | None, grid: tile_status.Grid, expected: list[Tensor]) -> None:
+        found = tile_lists._allocate(torch.empty(0) if status is None else status, status is None, *grid.numbers)
+        build(status, grid, found)
+        for number, index, wanted_number, wanted in zip(found[::2], found[1::2], expected[::2], expected[1::2], strict=True):
+            assert torch.equal(number, wanted_number), grid
+            listed = torch.arange(index.shape[3]) < number[..., None]
+            listed_wanted = torch.arange(wanted.shape[3]) < number[..., None]
+            assert torch.equal(index[listed], wanted[listed_wanted]), grid
+            assert index.sort(3).values.diff(dim=3).gt(0).all() and index.ge(0).all()  # every block of the band stands in it once
+
+    size_q, size_k, *blocks = sizes
+    for window in ((-1, -1), (-1, 0), (20, 5), (3, -1), (1 << 40, 2)):
+        grid = tile_status.Grid(size_q, size_k, *blocks, *window)
+        same(None, grid, tile_lists._of_window(grid, torch.device("cpu")))
+    ids = torch.stack([torch.arange(size_k) // 25, torch.arange(size_k) // 40])
+    rules = (
+        masks.Chunked(30),
+        masks.Causal() & masks.Chunked(20),
+        masks.Causal(align="top_left") & masks.SlidingWindow(30, -1),
+        masks.PrefixLM(torch.tensor([3, 40])),
+        masks.PrefixLM(spans=torch.tensor([[[3, 9], [30, 60]]])),
+        masks.Document(ids[:, torch.arange(size_q) % size_k].sort(1).values, ids, _ascending=True) & masks.Causal(),
+    )
+    for rule in rules:
+        grid = tile_status.Grid(size_q, size_k, *blocks, *rule.implied_window())
+        q_idx = torch.arange(size_q)
+        ranges = torch.broadcast_tensors(*rule.row_ranges(q_idx, (q_idx + grid.offset)[None], size_k))
+        status = tile_status._of_ranges(*ranges, grid)
+        assert torch.equal(of_ranges(*ranges, grid), status), rule
+        same(status, grid, tile_lists._of_status(status, grid))
+    grid = tile_status.Grid(size_q, size_k, *blocks)
+    status = torch.randint(0, 3, (2, 3, grid.rows, grid.columns), dtype=torch.uint8)
+    same(status, grid, tile_lists._of_status(status, grid))
 
 
 BIAS_SHAPES = [(), (2, 1, 1), (1, 1, 36), (20, 1), (20, 36), (2, 1, 20, 36), (2, 20, 36), (2, 2, 20, 36)]
@@ -241,11 +361,15 @@ HIDDEN = {
     "bias": (hidden_nan(bias=torch.where(torch.arange(70) % 3 != 1, 0.0, -torch.inf)), slice(0), slice(1, None, 3)),
     "lengths": (hidden_nan(seqused_q=lengths(33), seqused_k=lengths(41)), slice(33, None), slice(41, None)),
     "window": (hidden_nan(window_size=(9, 5)), slice(0), slice(0, 20)),
+    "softcap": (hidden_nan(mask=torch.arange(70) % 3 != 1, softcap=2.0), slice(0), slice(1, None, 3)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", sliced(list(HIDDEN)))
-def test_hidden_values_reach_nothing(how):
+@pytest.mark.parametrize("how,asked", sliced([(how, True) for how in HIDDEN] + [("mask", False)]))
+def test_hidden_values_reach_nothing(how, asked, monkeypatch):
+    """Where the flag says that there is something to hide, and where a small call hides without asking."""
+    if not asked:
+        monkeypatch.setattr("tilewise.kernels.triton.finite.LEAST_WORK", 1 << 40)
     arguments, queries, keys = HIDDEN[how]
     spoiled = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     spoiled["k"][:, keys], spoiled["v"][:, keys], spoiled["q"][:, queries] = float("nan"), float("inf"), float("nan")
@@ -257,6 +381,35 @@ def test_hidden_values_reach_nothing(how):
     )
     for one, other in zip((clean.out, clean.lse, *clean.grads.values()), (got.out, got.lse, *got.grads.values()), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", sliced([torch.float16, torch.bfloat16, torch.float32]), ids=str)
+def test_the_flag_finds_every_value_that_is_not_finite(dtype):
+    from tilewise.kernels.triton.finite import nonfinite_flag
+
+    largest = torch.finfo(dtype).max
+    wide = torch.full((2, 70, 2, 2 * 33), float("nan"), dtype=dtype)
+    x = wide[..., ::2].transpose(1, 2)  # what lies between the elements is not read
+    x.copy_(torch.randn(x.shape) * 1e-3 + largest)
+    clean = torch.zeros(1, 1, 5, 16, dtype=dtype)
+    assert x.isfinite().all() and nonfinite_flag(x, clean).tolist() == [0] and nonfinite_flag(x[:, :, :0]).tolist() == [0]
+    for value, place in ((float("nan"), (1, 1, 69, 32)), (float("inf"), (0, 0, 0, 0)), (-float("inf"), (1, 0, 64, 7))):
+        spoiled = x.clone()
+        spoiled[place] = value
+        assert nonfinite_flag(clean, spoiled, clean).tolist() == [1]
+
+
+def test_each_launch_under_the_flag_does_all_of_the_work_or_none(monkeypatch):
+    """With a flag that lies, hidden NaN shows and hidden numbers do not: the branch that the flag names is the one that ran."""
+    from tilewise.kernels.triton import forward_pass
+
+    arguments, _, keys = HIDDEN["mask"]
+    spoiled = arguments | {"v": arguments["v"].clone()}
+    spoiled["v"][:, keys] = float("nan")
+    want = triton_attention(**arguments)[0]
+    for flag, given, same in ((0, spoiled, False), (1, spoiled, True), (0, arguments, True), (1, arguments, True)):
+        monkeypatch.setattr(forward_pass, "nonfinite_flag", lambda v, flag=flag: torch.tensor([flag], dtype=torch.int32))
+        assert torch.equal(triton_attention(**given)[0], want) == same
 
 
 PACKED = ["causal_window_softcap", "alibi_of_sequences", "bias_shared", "bias_of_keys", "bias_of_queries", "bias_of_sequences"]
@@ -290,7 +443,8 @@ def test_every_packed_row_is_in_one_tile(over_keys, sequences):
         tiles, records = kernels_packed.scheduled(call, 16, over_keys, with_sequences=True)
         total = 190 if over_keys else 200
         covered, walks = torch.zeros(total, dtype=torch.int32), []
-        for b, row0, first_q, rows_q, len_q, first_k, rows_k, len_k in tiles.records.tolist():
+        *described, (count, *_) = tiles.records.tolist()
+        for b, row0, first_q, rows_q, len_q, first_k, rows_k, len_k in described:
             if b < 0:
                 continue
             first, rows = (first_k, rows_k) if over_keys else (first_q, rows_q)
@@ -299,9 +453,35 @@ def test_every_packed_row_is_in_one_tile(over_keys, sequences):
             walks.append(len_q if over_keys else len_k)
         assert (covered == 1).all()
         assert walks == sorted(walks, reverse=True)
-        assert len(tiles.records) - len(walks) <= sequences + 2
+        assert count == len(walks) and len(described) - count <= sequences + 2
+        assert all(b < 0 for b, *_ in described[count:])
         starts = [x.long().clamp(0, n).cummax(0).values for x, n in ((cu_q, 200), (cu_k, 190))]
         assert torch.equal(records[:, 2].long(), starts[0][:-1]) and torch.equal(records[:, 6].long(), starts[1].diff())
+
+
+@pytest.mark.parametrize("causal", sliced([False, True]))
+def test_listed_tiles_come_by_falling_cost(causal):
+    """Every tile once, with the row of its lists, and under a causal window only the blocks that its last query reaches."""
+    from tilewise.kernels.hopper.list_records import ranked
+
+    blocks, columns, share = 45, 7, 2
+    tiles = blocks * share - 1
+    bits = torch.rand(2, 1, blocks, columns, 2) < 0.5  # partial and full
+
+    def compacted(kind):
+        listed = bits[..., kind]
+        return listed.sum(-1, dtype=torch.int32), listed.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    lists = (*compacted(0), *compacted(1))
+    records = ranked(lists, tiles, share, (-3, 1) if causal else None)
+    for head in range(2):
+        found = records[head, 0].tolist()
+        assert sorted(t for t, *_ in found) == list(range(tiles))
+        costs = [cut + whole for _, cut, whole, _ in found]
+        assert costs == sorted(costs, reverse=True)
+        for t, cut, whole, row in found:
+            seen = bits[head, 0, t // share, : max(t - 3, 0) if causal else columns]
+            assert (cut, whole) == tuple(seen.sum(0).tolist()) and row == head * blocks + t // share
 
 
 def test_scores_near_the_largest_float_survive_a_bias():
@@ -332,11 +512,12 @@ def test_products_far_outside_the_exponent_range(seqlen):
 
 def test_sequence_lengths_do_not_reach_the_compiled_kernel():
     """No runtime number may be specialised: Triton would compile anew for a length of 1 or one that 16 divides."""
-    from tilewise.kernels.triton import bias_gradient, dkdv, dq, forward_pass, launch, lse_rest, row_terms
+    from tilewise.kernels.triton import bias_gradient, dkdv, dq, finite, forward_pass, key_mass, launch, lse_rest, row_terms
     from tilewise.kernels.triton import packed as kernels_packed
 
-    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed)
+    modules = (bias_gradient, dkdv, dq, forward_pass, lse_rest, row_terms, kernels_packed, kernels_packed, finite, key_mass)
     names = ("bias_gradient", "attention_dkdv", "attention_dq", "attention_forward", "lse_rest", "row_terms", "schedule", "sum_rows")
+    names += ("find_nonfinite", "key_mass")
     for kernel in map(getattr, modules, names):
         names = [name for name, kind in kernel.fn.__annotations__.items() if kind == "tl.constexpr"]
         runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]

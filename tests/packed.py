@@ -30,6 +30,7 @@ class Size(NamedTuple):
 
 
 SIZE = Size((5, 0, 70, 1, 37), (6, 33, 0, 64, 40), heads=4, kv_heads=2)
+LARGE = Size((129, 0, 333, 1, 300, 64), (200, 33, 0, 64, 513, 64), heads=4, kv_heads=2)  # more than a tile of each Hopper kernel
 SMALL = Size((5, 0, 35, 1, 9), (6, 13, 0, 34, 20), heads=2, kv_heads=1)  # a few tiles of the interpreter
 
 
@@ -70,8 +71,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", size: Size = SIZE) -> dict[str, Any]:
-    """The arguments of one case, with some rows that belong to no sequence, q, k and v among them."""
+def build(
+    name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", size: Size = SIZE, head_dims: tuple[int, int] = (20, 17)
+) -> dict[str, Any]:
+    """The arguments of one case, with some rows that belong to no sequence, q, k and v among them. `head_dims`: of keys, of values."""
     generator = torch.Generator().manual_seed(len(name))
 
     def normal(*shape: int) -> Tensor:
@@ -80,9 +83,9 @@ def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu", si
     (most_q,), (most_k,), (sequences,) = map(size.shape, "qks")
     total_q, total_k = sum(size.lengths_q) + 3, sum(size.lengths_k) + 2
     arguments: dict[str, Any] = {
-        "q": normal(total_q, size.heads, 20),
-        "k": normal(total_k, size.kv_heads, 20),
-        "v": normal(total_k, size.kv_heads, 17),
+        "q": normal(total_q, size.heads, head_dims[0]),
+        "k": normal(total_k, size.kv_heads, head_dims[0]),
+        "v": normal(total_k, size.kv_heads, head_dims[1]),
         "cu_seqlens_q": offsets(*size.lengths_q, device=device),
         "cu_seqlens_k": offsets(*size.lengths_k, device=device),
         "max_seqlen_q": most_q,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_each_faster_backend_says_why_it_is_not_taken() -> None:
         assert "320" in reason
     for name, reason in tiled.declined:
         assert name in str(tiled) and reason in str(tiled)
+
+
+@pytest.mark.parametrize("aux", ["max_logits", "key_mass", "entropy"])
+def test_kernels_compute_auxiliary_outputs_and_leave_their_gradients(aux: str) -> None:
+    """The portable kernels by name; the gradient of what they returned, and whatever `auto` is asked for, from the tiled path."""
+    x = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device="meta")
+    t, r = plan.Operands(x, x, x), plan.Rules(0.125)
+    gpu, asked = plan.Target("cuda", (9, 0), "NVIDIA H200", shared_memory=232448), plan.Request(aux=frozenset({aux}))
+
+    def chosen(backend: str, **changes: bool) -> str:
+        return plan.select(t, r, backend, request=replace(asked, **changes), target=gpu, warn=False).backend
+
+    assert chosen("triton") == "triton" and chosen("auto") == "tiled"
+    assert chosen("triton", backward=True) == chosen("hopper", backward=True) == chosen("auto", backward=True) == "tiled"
+    assert chosen("auto", tangent=True) == "tiled"
+    with pytest.raises(UnsupportedAttention, match=f"tangent of {aux}"):
+        chosen("triton", tangent=True)
 
 
 @pytest.mark.parametrize("choice", [cases.OFF, *cases.CHOICES[::6]], ids=cases.name)

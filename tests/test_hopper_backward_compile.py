@@ -28,10 +28,12 @@ def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
 
 LENGTHS = {"lengths_q": True, "lengths_k": True, "hidden_rows": True, "hidden_keys": True}
 EVERYTHING = {"right": True, "left": True, "softcap": True, "alibi": True, "slope_gradient": True, "ordered": True, **LENGTHS}
+PACKED = {"packed": True, "hidden_rows": True, "hidden_keys": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
     "d64 full, ordered": variant(64, ordered=True),
     "d256 causal": variant(256, right=True),
+    "d128 packed causal, ordered": variant(128, right=True, ordered=True, **PACKED),
 }
 REST = {
     "d64 causal": variant(64, right=True),
@@ -56,6 +58,12 @@ REST = {
     "d256 full, ordered": variant(256, ordered=True),
     "d256 lengths": variant(256, right=True, **LENGTHS),
     "d256 everything": variant(256, **EVERYTHING),
+    "d64 packed": variant(64, **PACKED),
+    "d64 packed causal": variant(64, right=True, **PACKED),
+    "d128 packed": variant(128, **PACKED),
+    "d128 packed window": variant(128, right=True, left=True, **PACKED),
+    "d128 packed alibi": variant(128, right=True, alibi=True, slope_gradient=True, **PACKED),
+    "d256 packed causal": variant(256, right=True, **PACKED),
 }
 # Bytes of spill stores, and instructions of the loop over query blocks that reload or save a register: these may not grow. Outside the
 # loop each value costs once a tile of keys.
@@ -73,6 +81,12 @@ SPILLS = {
     "d256 alibi": (520, 72),
     "d256 lengths": (88, 8),
     "d256 everything": (584, 88),
+    "d64 packed": (148, 23),
+    "d64 packed causal": (144, 19),
+    "d128 packed causal, ordered": (72, 0),
+    "d128 packed window": (72, 0),
+    "d128 packed alibi": (280, 65),
+    "d256 packed causal": (104, 6),
 }
 
 

@@ -15,11 +15,11 @@ from tilewise.kernels.hopper.backward_configs import TILES, BackwardVariant
 
 from .test_hopper_walk import _GL, _Pointer, _visible
 
-_Tile = namedtuple("_Tile", "batch head_k block key keys_end rows_end shift last_block blocks")
+_Tile = namedtuple("_Tile", "batch sequence head_k block key keys_end rows_end shift last_block blocks first_q first_k rows_k first_block")
 _FOUND: dict = {}
-for _name in ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut"):
+for _name in ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of"):
     _body = getattr(backward_walk, _name).fn
-    _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b}
+    _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b, "uniform": lambda x: x}
     _FOUND[_name] = types.FunctionType(_body.__code__, _globals, _name)
 
 
@@ -43,8 +43,8 @@ def test_every_visible_pair_is_visited_once_and_in_order(tile):
         m, n = c.block_m, c.block_n
         p = types.SimpleNamespace(
             lengths_q_ptr=_Pointer(lengths_q), lengths_k_ptr=_Pointer(lengths_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k,
-            head_group=head_group, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // m, window_left=left,
-            window_right=right,
+            head_group=head_group, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // m, key_tiles=-(-seqlen_k // n),
+            window_left=left, window_right=right,
         )  # fmt: skip
         key_blocks = -(-seqlen_k // n)
         tiles, turns, launched = set(), defaultdict(list), {}
@@ -86,8 +86,8 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
         )
         p = types.SimpleNamespace(
             lengths_q_ptr=_Pointer(lengths_q), lengths_k_ptr=_Pointer(lengths_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k,
-            head_group=1, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m, window_left=left,
-            window_right=right,
+            head_group=1, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m,
+            key_tiles=-(-seqlen_k // c.block_n), window_left=left, window_right=right,
         )  # fmt: skip
         t = _FOUND["find_keys"](c, p, 0)
         length_q = seqlen_q if lengths_q is None else lengths_q[0]
@@ -101,3 +101,57 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
         for j in {0, length_k - 1, keys[0] - 1, keys[0], keys[1] - 1} & set(range(length_k)):
             seen = any(_visible(i, j, left, right, length_q, length_k) for i in range(length_q))
             assert seen == (keys[0] <= j < keys[1])
+
+
+def _packed_cases(count):
+    rng = random.Random(2)
+    for _ in range(count):
+        lengths = [[rng.choice([0, 1, 60, 64, 128, 200, 333]) for _ in range(rng.randint(1, 5))] for _ in range(2)]
+        rows_q, rows_k = (side[: min(map(len, lengths))] for side in lengths)
+        used = [[rng.randint(0, n) if rng.random() < 0.3 else n for n in side] for side in (rows_q, rows_k)]
+        yield rows_q, rows_k, *used, rng.choice([-1, 0, 100]), rng.choice([-1, 0, 3]), rng.randint(0, 9), rng.randint(1, 3)
+
+
+@pytest.mark.parametrize("tile", ["64", "128", "256"])
+def test_every_visible_pair_of_packed_sequences_is_visited_once_and_in_order(tile):
+    for rows_q, rows_k, used_q, used_k, left, right, before, heads_k in _packed_cases(15):
+        c = BackwardVariant(TILES[tile], "bf16", 64, 64, right >= 0, left >= 0, packed=True)
+        m, n = c.block_m, c.block_n
+        first_q, first_k = ([before + sum(rows[:b]) for b in range(len(rows))] for rows in (rows_q, rows_k))
+        records, slots = [], (before + sum(rows_k)) // n + len(rows_k) + 2
+        for b in sorted(range(len(rows_q)), key=lambda b, used_q=used_q: -used_q[b]):
+            for key in range(0, rows_k[b], n):
+                records += [b, key, first_q[b], rows_q[b], used_q[b], first_k[b], rows_k[b], used_k[b]]
+        records += [-1, n, 0, 0, 0, 0, 0, 0] * (slots - len(records) // 8)
+        p = types.SimpleNamespace(
+            records_ptr=_Pointer(records), seqlen_q=before + sum(rows_q), seqlen_k=before + sum(rows_k), heads_k=heads_k, group=1,
+            head_group=2, batch_heads=heads_k, row_blocks=(before + sum(rows_q)) // m + len(rows_q), key_tiles=slots, window_left=left,
+            window_right=right,
+        )  # fmt: skip
+        owners, pairs, turns = {}, defaultdict(int), defaultdict(list)
+        for number in range(slots * heads_k):
+            t = _FOUND["find_keys"](c, p, number)
+            plain_first, plain_end = _FOUND["plain_blocks"](c, p, t)
+            for block in range(t.last_block, t.last_block - t.blocks, -1):
+                row = _FOUND["row_of"](c, p, t, t.head_k, block)
+                assert 0 <= row < heads_k * p.row_blocks * m
+                assert owners.setdefault(row, (t.sequence, t.head_k, block)) == (t.sequence, t.head_k, block)
+                turns[row].append(t.block - _FOUND["first_key_block"](c, p, t, block))
+                for i in range(block * m, min(block * m + m, used_q[t.sequence]), 9):
+                    for j in range(t.key, min(t.key + n, t.keys_end), 7):
+                        if _visible(i, j, left, right, used_q[t.sequence], used_k[t.sequence]):
+                            pairs[t.sequence, t.head_k, t.first_q + i, t.first_k + j] += 1
+                        else:
+                            assert _FOUND["is_cut"](block, plain_first, plain_end)
+        assert all(taken == list(range(len(taken))) for taken in turns.values())
+        want = {
+            (b, h, first_q[b] + i, first_k[b] + j): 1
+            for b in range(len(rows_q))
+            for h in range(heads_k)
+            for start in range(0, used_q[b], m)
+            for i in range(start, min(start + m, used_q[b]), 9)
+            for key in range(0, used_k[b], n)
+            for j in range(key, min(key + n, used_k[b]), 7)
+            if _visible(i, j, left, right, used_q[b], used_k[b])
+        }
+        assert pairs == want

@@ -36,11 +36,14 @@ EVERYTHING = {
     "alibi": True,
     "sink": True,
 }
+PACKED = {"packed": True, "lengths_q": True, "lengths_k": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
     "d64 full, three consumers": variant(64, name="64 long"),
     "d192/128 causal, columns in three chunks": variant(192, 128, right=True),
     "d64 everything": variant(64, **EVERYTHING),
+    "d128 packed causal": variant(128, right=True, **PACKED),
+    "d128 lists": variant(128, listed=True),
 }
 REST = {
     "d64 full": variant(64),
@@ -60,6 +63,16 @@ REST = {
     "d256 full": variant(256),
     "d256 causal": variant(256, right=True),
     "d256 everything": variant(256, **EVERYTHING),
+    "d64 lists": variant(64, listed=True),
+    "d128 lists causal": variant(128, listed=True, right=True),
+    "d128 lists everything": variant(128, listed=True, right=True, scale_first=True, softcap=True, alibi=True, sink=True),
+    "d256 lists": variant(256, listed=True, log2_list=1),
+    "d96 packed": variant(96, **PACKED),
+    "d64 packed": variant(64, **PACKED),
+    "d64 packed causal": variant(64, right=True, **PACKED),
+    "d128 packed window": variant(128, right=True, left=True, **PACKED),
+    "d128 packed everything": variant(128, packed=True, **EVERYTHING),
+    "d256 packed causal": variant(256, right=True, **PACKED),
 }
 # Bytes of spill stores that ptxas leaves outside the loop over key blocks; these may not grow. Where a name is missing: none.
 SPILLS = {
@@ -69,10 +82,15 @@ SPILLS = {
     "d128 everything": 64,
     "d256 everything": 256,
     "d128 lengths": 64,
+    "d96 packed": 64,
+    "d128 packed causal": 64,
+    "d128 packed window": 64,
+    "d128 packed everything": 64,
+    "d256 packed causal": 128,
 }
 
-# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at head dim 256.
-RELOADS = {"d64 full, three consumers": 4, "d256 everything": 32}
+# Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at once.
+RELOADS = {"d64 full, three consumers": 4, "d256 everything": 32, "d128 packed everything": 1}
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
 
 

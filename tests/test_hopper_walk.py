@@ -14,29 +14,42 @@ pytest.importorskip("triton")
 from tilewise.kernels.hopper import walk
 from tilewise.kernels.hopper.configs import TILES, Variant
 
-_FIELDS = "batch_head row rows_end origin shift keys_end last_block blocks"
+_FIELDS = "batch_head row rows_end rows_stop origin shift keys_end last_block blocks"
 _Tile = namedtuple("_Tile", _FIELDS)
 _GL = types.SimpleNamespace(
-    minimum=min, maximum=max, where=lambda condition, a, b: a if condition else b, load=lambda pair: pair[0][pair[1]]
+    int64=int,
+    minimum=min,
+    maximum=max,
+    where=lambda condition, a, b: a if condition else b,
+    load=lambda at, mask=True, other=0: at.values[at.at] if mask else other,
 )
 
 
 class _Pointer:
-    def __init__(self, values):
-        self.values = values
+    def __init__(self, values, at=0):
+        self.values, self.at = values, at
 
     def __add__(self, offset):
-        return self.values, offset
+        return _Pointer(self.values, self.at + int(offset))
+
+
+class _Int(int):
+    """What a device integer can do beyond one of Python's."""
+
+    def to(self, kind):
+        return self
 
 
 def _python(name):
     """The function of `walk` without its compiler: the same body over Python integers."""
     body = getattr(walk, name).fn
-    return types.FunctionType(body.__code__, {**vars(walk), "gl": _GL, "Tile": _Tile, "divide": lambda a, b: a // b, **_FOUND}, name)
+    stand_ins = {"gl": _GL, "Tile": _Tile, "divide": lambda a, b: a // b, "uniform": lambda x: x}
+    return types.FunctionType(body.__code__, {**vars(walk), **stand_ins, **_FOUND}, name)
 
 
 _FOUND: dict = {}
-for _name in ("split_head", "find_tile", "plain_blocks", "needs_mask"):
+_NAMES = ("split_head", "item_and_head", "place", "packed_tile", "list_record", "listed_tile", "lists_of", "listed_block", "ranged_tile")
+for _name in (*_NAMES, "find_tile", "key_coordinates", "plain_blocks", "needs_mask"):
     _FOUND[_name] = _python(_name)
 
 
@@ -113,3 +126,85 @@ def test_hidden_keys_on_the_left_are_never_loaded():
     p = _problem(1, 1, 64, 3000, variant, 5, 5, [64], [3000], 1)
     t = _FOUND["find_tile"](variant, p, 0)
     assert t.origin == 3000 - 64 - 5 and t.blocks == 1
+
+
+def _records(lengths_q, lengths_k, used_q, used_k, block, spare):
+    """What `packed.schedule` writes, with rows of no sequence behind the last one."""
+    found, first_q, first_k = [], 0, 0
+    for b, (rows_q, rows_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        real_q, real_k = min(used_q[b], rows_q), min(used_k[b], rows_k)
+        found += [(real_k, (b, row, first_q, rows_q, real_q, first_k, rows_k, real_k)) for row in reversed(range(0, rows_q, block))]
+        first_q, first_k = first_q + rows_q, first_k + rows_k
+    found.sort(key=lambda pair: -pair[0])
+    tiles = [record for _, record in found] + [(0, row, first_q, spare, 0, 0, 0, 0) for row in range(0, spare, block)]
+    return tiles, first_q + spare, first_k
+
+
+@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (150, 90), (0, 0)])
+def test_packed_walk_covers_what_is_visible_in_the_sequence(left, right):
+    draw = random.Random(f"{left} {right}")
+    rules = {"right": right >= 0, "left": left >= 0, "packed": True, "lengths_q": True, "lengths_k": True}
+    variant = Variant(TILES["128"], "bf16", 128, 1, 128, **rules)
+    for _ in range(6):
+        heads, sequences = 4, draw.randint(1, 4)
+        lengths_q, lengths_k = ([draw.choice([0, 1, 100, 128, 300]) for _ in range(sequences)] for _ in range(2))
+        used_q, used_k = ([draw.choice([0, n // 2, n, n]) for n in lengths] for lengths in (lengths_q, lengths_k))
+        tiles, total_q, total_k = _records(lengths_q, lengths_k, used_q, used_k, variant.block_m, draw.choice([0, 5, 130]))
+        p = _problem(1, heads, total_q, total_k, variant, left, right, [], [], draw.choice([1, 2, 4]))
+        p.records_ptr = _Pointer([x for record in tiles for x in record])
+        p.row_blocks, p.tiles, p.group = len(tiles), len(tiles) * heads, 2
+        written = []
+        for number in range(p.tiles):
+            t = _FOUND["find_tile"](variant, p, number)
+            sequence, head = divmod(t.batch_head, heads)
+            end = min(t.row + variant.block_m, t.rows_stop)
+            written += [(head, i) for i in range(t.row, end)]
+            first_q, first_k = sum(lengths_q[:sequence]), sum(lengths_k[:sequence])
+            assert t.blocks >= 1
+            for i in range(t.row, end, 7):
+                real = i < t.rows_end
+                assert real == (i - first_q < used_q[sequence] and i < sum(lengths_q))
+                found = set()
+                for block in range(t.last_block - t.blocks + 1, t.last_block + 1):
+                    batch, key_head, start, _ = _FOUND["key_coordinates"](variant, p, t, block, 0)
+                    assert (batch, key_head) == (0, head // 2)
+                    for x in range(variant.block_n):
+                        at = block * variant.block_n + x
+                        ok = at < t.keys_end and (right < 0 or at < i + t.shift + right + 1) and (left < 0 or at >= i + t.shift - left)
+                        found |= {start + x - first_k} if ok else set()
+                if real:
+                    lengths = used_q[sequence], used_k[sequence]
+                    assert found == {j for j in range(lengths_k[sequence]) if _visible(i - first_q, j, left, right, *lengths)}
+        assert sorted(written) == [(head, i) for head in range(heads) for i in range(total_q)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("block_n", [128, 256])
+def test_listed_walk_visits_what_stands_in_the_lists(shared, block_n):
+    draw = random.Random(f"{shared} {block_n}")
+    variant = Variant(TILES["128"], "bf16", 128, 1, 128, listed=True, log2_list=block_n // 256)
+    batch, heads, seqlen_q, seqlen_k = 2, 3, 500, 1400
+    p = _problem(batch, heads, seqlen_q, seqlen_k, variant, -1, -1, [], [], 2)
+    columns, owners = -(-seqlen_k // block_n), 1 if shared else heads
+    p.list_batch, p.list_head, p.partial_width, p.full_width = 0 if shared else owners, 0 if shared else 1, 2, columns
+    partial, full, records, expected = [], [], [], {}
+    for owner in range(1 if shared else batch * heads):
+        rows = draw.sample(range(p.row_blocks), p.row_blocks)
+        for row in rows:
+            lists = sorted(draw.sample(range(columns), draw.randint(0, 2))), sorted(draw.sample(range(columns), draw.randint(0, columns)))
+            records += [row, len(lists[0]), len(lists[1]), _Int(len(partial) // p.partial_width)]
+            partial += lists[0] + [-1] * (p.partial_width - len(lists[0]))
+            full += lists[1] + [-1] * (p.full_width - len(lists[1]))
+            expected[owner, row] = [entry * (block_n // 128) + x for entry in lists[0] + lists[1] for x in range(block_n // 128)]
+    p.records_ptr, p.partial_ptr, p.full_ptr = map(_Pointer, (records, partial, full))
+    done = set()
+    for number in range(p.tiles):
+        t = _FOUND["find_tile"](variant, p, number)
+        done.add((t.batch_head, t.row))
+        lists = _FOUND["lists_of"](variant, p, number)
+        assert _FOUND["listed_block"](variant, lists, t.blocks + 1) <= 1  # read ahead: nothing outside the lists
+        visited = [_FOUND["listed_block"](variant, lists, j) for j in range(t.blocks)]
+        want = expected[0 if shared else t.batch_head, t.row // variant.block_m]
+        assert visited == (want or [0])
+        assert t.keys_end == (seqlen_k if want else 0) and t.rows_stop == seqlen_q and t.origin == 0
+    assert len(done) == p.tiles

@@ -377,12 +377,3 @@ def test_the_op_itself_has_no_silent_zero() -> None:
     u = torch.randn_like(x["q"])
     expected = torch.func.jvp(lambda q: attention(q, x["k"], x["v"], causal=True, backend="reference"), (x["q"],), (u,))[1]
     torch.testing.assert_close(torch.func.jvp(f, (x["q"],), (u,))[1], expected)
-
-
-@pytest.mark.parametrize("request_", [plan.Request(tangent=True), plan.Request(backward=True, needs=frozenset({"q", "captured"}))])
-def test_auto_leaves_kernels_that_no_gpu_has_run(request_: plan.Request) -> None:
-    x = torch.empty(1, 2, 64, 64, device="meta", dtype=torch.bfloat16)
-    call = plan.Operands(x, x, x), plan.Rules(0.125)
-    options = dict(request=request_, target=plan.Target("cuda", (8, 0)), warn=False)
-    assert plan.select(*call, **options).backend == "tiled"
-    assert plan.select(*call, "triton", **options).backend == "triton"

@@ -39,6 +39,21 @@ def test_entry(entry: Any) -> None:
     assert (ROOT / "docs" / "figures" / gallery.file_of(entry)).exists()
 
 
+def test_measured_speeds_stand_beside_their_entries() -> None:
+    """Shares and speeds of a measured entry are those of the results file; what failed its check has no speed."""
+    row = {"status": "ok", "pairs": 0.25, "tiles": 0.5, "fwd_ms": 2.0, "bwd_ms": 4.0, "dense_fwd_ms": 3.0, "dense_bwd_ms": 10.0}
+    row |= {"keys": 4096, "heads": 16, "head_dim": 128}
+    wrong = {key: x for key, x in row.items() if not key.endswith("_ms")} | {"status": "wrong"}
+    measured = [(wrong if entry.name == "window" else row) | {"name": entry.name} for entry in gallery.ENTRIES]
+    caption, table = gallery.table(measured).split("\n\n")
+    lines = table.splitlines()
+    assert "n = 4,096 with 16 heads of 128" in caption
+    assert lines[2].endswith("| 25.0% | 50.0% | 1.50 × | 2.50 × |")
+    window = next(line for line in lines if line.startswith("| ![window]"))
+    assert window.endswith("| 25.0% | 50.0% |  |  |")
+    assert len({line.count(" | ") for line in lines[2:]}) == 1
+
+
 def test_the_page_is_up_to_date() -> None:
     text = gallery.PAGE.read_text()
     assert gallery.page(text) == text, "run scripts/mask_gallery.py"

@@ -93,6 +93,15 @@ def test_anything_that_decides_about_arguments_is_worked_out_anew(change: str) -
     assert kernel.compilations == 2 and kernel.launches[-1][0] is a
 
 
+def test_a_tensor_given_twice_does_not_stand_for_two_that_differ_later() -> None:
+    """After q = k, which of the two an argument was cannot be told."""
+    kernel = Kernel()
+    x = torch.randn(4, 8)
+    for a, b in ((x, x), (x, torch.randn(4, 8)), (torch.randn(4, 8), x)):
+        launch(kernel, a, b, lambda a, b: (b, a))
+        assert kernel.launches[-1][0] is b and kernel.launches[-1][1] is a
+
+
 def test_a_tensor_that_the_call_makes_is_never_taken_from_an_earlier_call() -> None:
     kernel = Kernel()
     for _ in range(2):

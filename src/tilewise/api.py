@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import derivatives, ops, plan, reference
+from . import derivatives, ops, plan, reference, repeats
 from .block_mask import BlockMask, TileLists, lists_of_blocks
 from .checks import (
     Packing,
@@ -140,6 +140,15 @@ def attention(
         >>> aux.lse.shape
         torch.Size([2, 8, 128])
     """
+    key = None
+    operands = q, k, v, bias, mask, alibi_slopes, learnable_sink, seqused_q, seqused_k
+    if score_mod is None and dropout_seed is None and q_descale is None and k_descale is None and v_descale is None:
+        rules = (causal, softmax_scale, softcap, layout, backend, out_dtype)
+        key = repeats.key_of(operands, rules, window_size, deterministic, (dropout_p, check_values, backend == "reference"), return_aux)
+        known = None if key is None else repeats.known.get(key)
+        if known is not None:
+            out, lse, *_ = known(*operands)
+            return (out, Aux(lse=lse)) if return_aux else out
     arguments: dict[str, Any] = dict(
         causal=causal, window_size=window_size, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, dropout_p=dropout_p, dropout_seed=dropout_seed, seqused_q=seqused_q,
@@ -151,7 +160,9 @@ def attention(
 
         return attention_jagged(q, k, v, **arguments)
     prepared = prepare(q, k, v, **arguments)
-    if backend == "reference":
+    if key is not None:
+        result = repeats.remember(key, prepared.op_arguments)(*operands)
+    elif backend == "reference":
         result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:
         result = derivatives.attention_forward(**prepared.op_arguments)
@@ -162,7 +173,7 @@ def returned(prepared: Prepared, result: Sequence[Tensor]) -> Any:
     """What the user gets of (out, lse, max_logits, key_mass, entropy)."""
     if not prepared.wants_aux:
         return result[0]
-    by_name = dict(zip(_AUX_NAMES, result[1:], strict=True))
+    by_name = dict(zip(_AUX_NAMES, result[1:], strict=False))
     return result[0], Aux(**{name: by_name[name] for name in prepared.aux_names})
 
 

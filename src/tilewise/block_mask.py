@@ -6,7 +6,6 @@ own program). The lists are derived from the rule and never change its meaning; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,41 +16,10 @@ from .errors import UnsupportedAttention
 from .expressions import same_device
 from .mask_base import Mask, indices
 from .masks import Blocks, Custom, Dense, Lowered, conjuncts, lower
-from .tile_status import EMPTY, FULL, PARTIAL, Grid, tile_status, transpose, window_lists
+from .tile_lists import TileLists, lists_of_rule, lists_of_status
+from .tile_status import EMPTY, FULL, PARTIAL, Grid
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class TileLists:
-    """The partial and the full tiles of a call, for each block of queries (forward) and for each block of keys (backward).
-
-    Tile (m, n) holds the queries [m block_m, (m + 1) block_m) and the keys [n block_n, (n + 1) block_n), counted from 0 in both
-    sequences, cut at the lengths. All tensors are int32; B and H (query heads) are 1 where all share the lists. Indices ascend; entries
-    past their number are arbitrary valid indices. The last dimension of the index tensors is as long as needed, at most the number of
-    blocks. In a full tile the call's dense mask and mask program hide nothing; windows, lengths and a bias of -inf still apply.
-    """
-
-    block_m: int
-    block_n: int
-    kv_num: Tensor  # (B|1, H|1, Mb): how many partial tiles a block of queries has
-    kv_idx: Tensor  # (B|1, H|1, Mb, <= Nb): their blocks of keys
-    kv_full_num: Tensor  # the same of full tiles
-    kv_full_idx: Tensor
-    q_num: Tensor  # (B|1, H|1, Nb): how many partial tiles a block of keys has
-    q_idx: Tensor  # (B|1, H|1, Nb, <= Mb): their blocks of queries
-    q_full_num: Tensor
-    q_full_idx: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """The eight tensors, in the order of the fields; `TileLists(block_m, block_n, *tensors)` takes them back."""
-        return [getattr(self, name) for name in TENSORS]
-
-    def to(self, device: torch.device | str) -> TileLists:
-        return TileLists(self.block_m, self.block_n, *(x.to(device) for x in self.tensors()))
-
-
-TENSORS = tuple(field.name for field in fields(TileLists)[2:])
 
 
 class BlockMask:
@@ -114,14 +82,7 @@ class BlockMask:
         device = torch.empty(0, device=device).device  # "cuda" becomes the current one
         key, captured = self._describe(rule, seqlen_q, seqlen_k, batch, heads, _block_sizes(block_size), device)
         self.exact = True
-        self.lists = tile_cache.find(key, captured, lambda: _lists(tile_status(rule, self.grid, self.batch, self.heads, device), self.grid))
-
-    def _build(self, device: torch.device) -> TileLists:
-        grid = self.grid
-        if self.rule.window() is None:
-            return _lists(tile_status(self.rule, grid, self.batch, self.heads, device), grid)
-        tensors = window_lists(grid, device) + window_lists(grid.transposed(), device)
-        return TileLists(grid.block_m, grid.block_n, *(x for i in range(0, 8, 2) for x in _shortened(tensors[i], tensors[i + 1])))
+        self.lists = tile_cache.find(key, captured, lambda: lists_of_rule(rule, self.grid, self.batch, self.heads, device))
 
     def _describe(
         self,
@@ -281,7 +242,7 @@ class BlockMask:
             status = torch.where(bits_full, FULL, torch.where(bits_partial, PARTIAL, EMPTY))
             m = torch.arange(self.grid.rows, device=status.device) * sizes[0] // size[0]
             n = torch.arange(self.grid.columns, device=status.device) * sizes[1] // size[1]
-            return _lists(status[: self.batch, : self.heads, m[:, None], n], self.grid)
+            return lists_of_status(status[: self.batch, : self.heads, m[:, None], n], self.grid)
 
         self.lists = tile_cache.find(("flex", *key), [x for x in (*partial, *full) if x is not None], build)
         return self
@@ -457,36 +418,6 @@ def served(sizes: tuple[int, ...]) -> tuple[int, int]:
         if size % BLOCK_SIZES[0]:
             raise UnsupportedAttention(f"the mask has blocks of {sizes}; tiles need multiples of {BLOCK_SIZES[0]}")
     return tuple(max(served for served in BLOCK_SIZES if size % served == 0) for size in sizes)  # type: ignore[return-value]
-
-
-def _lists(status: Tensor, grid: Grid) -> TileLists:
-    """From the status of every tile in the band, (B, H, rows, width)."""
-    lists: list[Tensor] = []
-    for cut, by_row in ((grid, status), (grid.transposed(), transpose(status, grid))):
-        base = cut.base(status.device)
-        for kind in (PARTIAL, FULL):
-            lists += _compact(by_row == kind, base)
-    return TileLists(grid.block_m, grid.block_n, *lists)
-
-
-def _compact(chosen: Tensor, base: Tensor) -> list[Tensor]:
-    """The count and the ascending blocks of the chosen places of each row's band: int32 (B, H, rows) and (B, H, rows, <= width)."""
-    rank = chosen.cumsum(3, dtype=torch.int32)
-    width = chosen.shape[3]
-    number = rank[..., -1].contiguous() if width else rank.new_zeros(chosen.shape[:3])
-    place = torch.arange(width, dtype=torch.int32, device=chosen.device)
-    # The places that were not chosen follow those that were, so that each is written exactly once.
-    target = torch.where(chosen, rank - 1, number[..., None] + place - rank)
-    blocks = (base[:, None] + place).to(torch.int32).expand(chosen.shape)
-    index = torch.empty_like(target).scatter_(3, target.long(), blocks)
-    return _shortened(number, index)
-
-
-def _shortened(number: Tensor, index: Tensor) -> list[Tensor]:
-    """The index tensor cut at the largest number, where the host may know it."""
-    if tile_cache.host_may_read(index):
-        index = index[..., : int(number.max()) if number.numel() else 0].contiguous()
-    return [number, index]
 
 
 def _block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:

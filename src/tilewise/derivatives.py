@@ -65,7 +65,7 @@ def _by_name(grads: Sequence[Tensor], needs: list[bool], prefix: str = "") -> Na
     return named | {prefix + "captured": spread[len(DIFFERENTIABLE) :]}
 
 
-def _common(args: Named) -> Named:
+def common_arguments(args: Named) -> Named:
     """The arguments that all operators but the first share."""
     common = {name: args[name] for name in (*SAVED, *OPERANDS, *RULES, *REST)}
     if common["entropy"] is None:
@@ -83,10 +83,8 @@ def _forward_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -
     cot = dict(zip(COTANGENTS, (dout, dlse, dkey_mass, dentropy), strict=True))
     if not any(needs) or all(x is None for x in cot.values()):
         return {}
-    given = {**cot, **_common(args), "needs": needs}
-    # Nothing differentiates, transforms or watches an ordinary backward pass: it needs no dispatcher either.
-    ordinary = not torch.is_grad_enabled() and forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
-    return _by_name(run_backward(given) if ordinary and _unobserved(args) else call(BACKWARD, **given), needs)
+    given = {**cot, **common_arguments(args), "needs": needs}
+    return _by_name(run_backward(given) if ordinary() and _unobserved(args) else call(BACKWARD, **given), needs)
 
 
 def _backward_vjp(args: Named, arrived: Sequence[Any], needed: Named) -> Named:
@@ -100,12 +98,12 @@ def _backward_vjp(args: Named, arrived: Sequence[Any], needed: Named) -> Named:
     moving = [name for name in COTANGENTS if needed[name]]
     if moving:
         aux = ",".join(name[1:] for name in moving if name in ("dkey_mass", "dentropy"))
-        tangents = dict(zip(COTANGENTS, call(JVP, **u, **_common(args), aux=aux), strict=True))
+        tangents = dict(zip(COTANGENTS, call(JVP, **u, **common_arguments(args), aux=aux), strict=True))
         result = {name: tangents[name] for name in moving}
     needs = _operand_needs(needed)
     if any(needs):
         cot = {name: args[name] for name in COTANGENTS} | {f"t{name}": None for name in COTANGENTS}
-        result |= _by_name(call(BACKWARD_JVP, **cot, **u, **_common(args), needs=needs), needs)
+        result |= _by_name(call(BACKWARD_JVP, **cot, **u, **common_arguments(args), needs=needs), needs)
     return result
 
 
@@ -118,13 +116,13 @@ def _jvp_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -> Na
     moving = [bool(needed[name]) for name in TANGENTS] + [bool(x) for x in needed["tcaptured"]]
     moving += [False] * (len(DIFFERENTIABLE) + len(args["captured"]) - len(moving))
     if any(moving):
-        result = _by_name(call(BACKWARD, **cot, **_common(args), needs=moving), moving, "t")
+        result = _by_name(call(BACKWARD, **cot, **common_arguments(args), needs=moving), moving, "t")
         result["tcaptured"] = result["tcaptured"][: len(args["tcaptured"])]
     needs = _operand_needs(needed)
     if any(needs):
         u = {name: args[name] for name in (*TANGENTS, "tcaptured")}
         nothing = {f"t{name}": None for name in COTANGENTS}
-        result |= _by_name(call(BACKWARD_JVP, **cot, **nothing, **u, **_common(args), needs=needs), needs)
+        result |= _by_name(call(BACKWARD_JVP, **cot, **nothing, **u, **common_arguments(args), needs=needs), needs)
     return result
 
 
@@ -149,14 +147,14 @@ def _forward_jvp(args: Named, moved: Named) -> tuple[Tensor, ...]:
         raise NotImplementedError(
             "max_logits has no forward-mode derivative: it is meant for monitoring (QK-clip). Leave it out of return_aux, or take lse."
         )
-    common = _common(args)
+    common = common_arguments(args)
     tout, tlse, tkey_mass, tentropy = call(JVP, **_tangent_of(moved, args), **common, aux=",".join(sorted(aux - {"lse"})))
     return tout, tlse, tlse.new_zeros(0), tkey_mass, tentropy
 
 
 def _backward_jvp_rule(args: Named, moved: Named) -> tuple[Tensor, ...]:
     cot = {name: args[name] for name in COTANGENTS} | {f"t{name}": moved[name] for name in COTANGENTS}
-    return tuple(call(BACKWARD_JVP, **cot, **_tangent_of(moved, args), **_common(args), needs=args["needs"]))
+    return tuple(call(BACKWARD_JVP, **cot, **_tangent_of(moved, args), **common_arguments(args), needs=args["needs"]))
 
 
 def _no_second_tangent(args: Named, moved: Named) -> tuple[Tensor, ...]:
@@ -315,9 +313,20 @@ class _Direct(torch.autograd.Function):
         return None, *_spread(FORWARD, _gradients(FORWARD, _kept(ctx, FORWARD), arrived, needed))
 
 
+def watched() -> bool:
+    """Whether something listens to operators: a mode (fake tensors, FLOP counter, checkpointing, tracing) or a profiler."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch._C._is_tracing())
+
+
+def ordinary() -> bool:
+    """Whether nothing differentiates, transforms or watches a backward pass: it needs no dispatcher then."""
+    transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return not (torch.is_grad_enabled() or transformed or watched())
+
+
 def _unobserved(args: Named) -> bool:
-    """Whether nothing listens to operators: no mode (fake tensors, FLOP counter, checkpointing, tracing), no profiler, no subclass."""
-    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch.jit.is_tracing():
+    """Whether nothing listens to operators, and no tensor is of a subclass that would."""
+    if watched():
         return False
     tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"] + args["blocks"]
     return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)

@@ -222,8 +222,9 @@ def select(
     target = target_of(t.q.device) if target is None else target
     candidates = _BY_DEVICE.get(target.type, ("tiled",))
     differentiates = request.backward or request.tangent
-    if backend == "hopper" and differentiates and why_not(backend, t, r, request, target) is not None:
-        backend = "auto"  # the Hopper kernels differentiate less than they compute; the other gradients come from the fastest that has them
+    lends = (backend == "hopper" and differentiates) or (backend == "triton" and request.backward and bool(request.aux))
+    if lends and why_not(backend, t, r, request, target) is not None:
+        backend = "auto"  # these kernels differentiate less than they compute; the other gradients come from the fastest that has them
     if backend != "auto":
         reason = why_not(backend, t, r, request, target)
         if reason is not None:
@@ -248,8 +249,10 @@ def select(
 
 def _not_yet_trusted(request: Request) -> str | None:
     """What the Triton kernels compute as the specification does in Triton's interpreter, and no GPU has confirmed: only by name."""
-    part = "tangent" if request.tangent else "gradient of captured tensors" if request.backward and "captured" in request.needs else ""
-    return f"its {part} has been compared with the specification in the interpreter only; backend='triton' asks for it" if part else None
+    if not request.aux or request.backward or request.tangent:
+        return None
+    names = " and ".join(sorted(request.aux))
+    return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
 
 
 @functools.cache

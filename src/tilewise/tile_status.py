@@ -1,16 +1,18 @@
 """What each tile of the score matrix shows: nothing, something or everything. Found tile by tile, never pair by pair of the whole matrix.
 
 A rule is asked for what it knows: windows and row ranges give every tile's status from the ends of the ranges, blocks from their bits,
-documents from the smallest and largest number in each block, and `&`, `|`, `~` combine statuses. What stays unknown is computed from the
-rule's program, some tiles at a time. Rules that show nothing outside a window of p are described in a band: for each block of queries
-only the `width` blocks of keys from `base` on, so that memory is O(N / block) there, and O(tiles) elsewhere.
+documents from the smallest and largest number in each block, and `&`, `|`, `~` combine statuses. Of what stays unknown, intervals of the
+values in the rule's program tell most (`tile_bounds`), and the rest is computed pair by pair, some tiles at a time. Rules
+that show nothing outside a window of p are described in a band: for each block of queries only the `width` blocks of keys from `base` on,
+so that memory is O(N / block) there, and O(tiles) elsewhere.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +63,16 @@ class Grid:
             return self.columns
         return min(self.columns, (self.left + self.right + self.block_m + self.block_n - 2) // self.block_n + 1)
 
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        """What `Grid` takes."""
+        return self.seqlen_q, self.seqlen_k, self.block_m, self.block_n, self.left, self.right
+
+    @property
+    def shift(self) -> int:
+        """How far the band's first key lies left of its first query's index; 0 where the band is everything."""
+        return self.left - self.offset if self.banded else 0
+
     def base(self, device: torch.device) -> Tensor:
         """(rows,) int64: the first block of keys of the band of each block of queries."""
         m = torch.arange(self.rows, device=device)
@@ -85,21 +97,7 @@ def tile_status(rule: Mask, grid: Grid, batch: int, heads: int, device: torch.de
     if found.exact or not status.numel():
         return status
     text, captured = rule.program(grid.seqlen_q, grid.seqlen_k, device=device)
-    return torch.ops.tilewise.tile_status(
-        text, captured, status, grid.seqlen_q, grid.seqlen_k, grid.block_m, grid.block_n, grid.left, grid.right
-    )
-
-
-def transpose(status: Tensor, grid: Grid) -> Tensor:
-    """The status by blocks of keys: (B, H, columns, width of the transposed grid)."""
-    other = grid.transposed()
-    if not (grid.banded or other.banded):
-        return status.transpose(2, 3)
-    m = other.blocks(status.device)  # (columns, width')
-    place = torch.arange(grid.columns, device=status.device)[:, None] - grid.base(status.device)[m]
-    inside = (place >= 0) & (place < grid.width)
-    found = status.flatten(2)[:, :, m * grid.width + place.clamp(0, grid.width - 1)]
-    return torch.where(inside, found, EMPTY)
+    return torch.ops.tilewise.tile_status(text, captured, status, *grid.numbers)
 
 
 class Known(NamedTuple):
@@ -118,7 +116,10 @@ def known(rule: Mask, grid: Grid, device: torch.device) -> Known:
     q_idx = torch.arange(grid.seqlen_q, device=device)
     ranges = rule.row_ranges(q_idx, (q_idx + grid.offset)[None], grid.seqlen_k)
     if ranges is not None:
-        return Known(_of_ranges(*ranges, grid), exact=True)
+        start, stop = torch.broadcast_tensors(*ranges)
+        if by_operator(device):
+            return Known(torch.ops.tilewise.tile_status_of_ranges(start, stop, *grid.numbers), exact=True)
+        return Known(_of_ranges(start, stop, grid), exact=True)
     match rule:
         case And():
             return _combined(known(rule.first, grid, device), known(rule.second, grid, device), neutral=FULL)
@@ -165,43 +166,13 @@ def _of_window(left: int, right: int, grid: Grid, device: torch.device) -> Tenso
     return seen.to(torch.uint8).add_(all_seen & seen)[None, None]
 
 
-def window_lists(grid: Grid, device: torch.device) -> list[Tensor]:
-    """The lists of the grid's own window: numbers and blocks of partial and of full tiles, int32 (1, 1, rows) and (1, 1, rows, width).
-
-    The visible tiles of a block of queries are an interval, and so are the full ones inside it: a few numbers a block, no status.
-    """
-    m = torch.arange(grid.rows, dtype=torch.int32, device=device)
-    first = m * grid.block_m + grid.offset
-    last = (m * grid.block_m + (grid.block_m - 1)).clamp(max=grid.seqlen_q - 1) + grid.offset
-    start, stop = torch.zeros_like(m), torch.full_like(m, grid.columns)  # of the visible tiles
-    full, full_stop = start, stop
-    if grid.left != UNLIMITED:
-        left = min(grid.left, grid.seqlen_q + grid.seqlen_k)
-        start = (first - left).clamp(min=0).div(grid.block_n, rounding_mode="floor")
-        full = (last + (grid.block_n - 1 - left)).clamp(min=0).div(grid.block_n, rounding_mode="floor")
-    if grid.right != UNLIMITED:
-        right = min(grid.right, grid.seqlen_q + grid.seqlen_k)
-        stop = (last + (right + grid.block_n)).clamp(min=0).div(grid.block_n, rounding_mode="floor").clamp(max=grid.columns)
-        end = first + (right + 1)
-        full_stop = torch.where(end >= grid.seqlen_k, grid.columns, end.clamp(min=0).div(grid.block_n, rounding_mode="floor"))
-    stop = torch.maximum(start, stop)
-    some = (full < full_stop) & (start < stop)
-    full, full_stop = torch.where(some, full, stop), torch.where(some, full_stop, stop)
-    before = full - start  # partial tiles left of the full ones
-    place = torch.arange(grid.width, dtype=torch.int32, device=device)
-    partial = torch.where(place < before[:, None], start[:, None] + place, (full_stop - before)[:, None] + place)
-    limit = max(grid.columns - 1, 0)
-    lists = [before + stop - full_stop, partial.clamp(max=limit), full_stop - full, (full[:, None] + place).clamp(max=limit)]
-    return [x[None, None] for x in lists]
-
-
 def _of_ranges(start: Tensor, stop: Tensor, grid: Grid) -> Tensor:
     """From the half-open range of keys that each query sees, (B or 1, Sq) each.
 
     A block of keys is seen by the queries whose first block lies at or before it, without those whose last block lies before it: two
     searches in sorted lists, instead of a comparison of every query with every block.
     """
-    start, stop = torch.broadcast_tensors(start.clamp(0, grid.seqlen_k), stop.clamp(0, grid.seqlen_k))
+    start, stop = start.clamp(0, grid.seqlen_k), stop.clamp(0, grid.seqlen_k)
     nowhere = grid.columns + 1
     seen = start < stop
     first = torch.where(seen, start.div(grid.block_n, rounding_mode="floor"), nowhere)
@@ -271,32 +242,20 @@ def _of_documents(rule: Document, grid: Grid) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- from the rule's program
 
 
-def _evaluate(
-    text: str,
-    captured: list[Tensor],
-    status: Tensor,
-    seqlen_q: int,
-    seqlen_k: int,
-    block_m: int,
-    block_n: int,
-    left: int,
-    right: int,
-) -> Tensor:
+def _evaluate(text: str, captured: list[Tensor], status: Tensor, *numbers: int) -> Tensor:
     """The status with every UNKNOWN tile looked at. A CPU looks only at these; elsewhere that would mean waiting for the device."""
-    grid = Grid(seqlen_q, seqlen_k, block_m, block_n, left, right)
+    from .tile_bounds import narrowed
+
+    grid = Grid(*numbers)
+    status = narrowed(Program.parse(text), captured, status, grid)
     if status.device.type == "cpu":
         return _evaluate_unknown(text, captured, status, grid)
-    if _has_triton(status.device):
+    if has_triton(status.device):
         from .kernels.triton.tile_status import evaluate
 
         with torch.cuda.device(status.device):
-            return evaluate(text, captured, status, grid.base(status.device), seqlen_q, seqlen_k, block_m, block_n)
+            return evaluate(text, captured, status, grid)
     return _evaluate_rows(text, captured, status, grid)
-
-
-def _has_triton(device: torch.device) -> bool:
-    target = target_of(device)
-    return target.type == "cuda" and (target.hip or target.capability >= (8, 0)) and find_spec("triton") is not None
 
 
 def _evaluate_unknown(text: str, captured: list[Tensor], status: Tensor, grid: Grid) -> Tensor:
@@ -342,14 +301,43 @@ def _summary(visible: Tensor, q_idx: Tensor, kv_idx: Tensor, grid: Grid, dims: t
     return some + (visible | ~exists).view(torch.uint8).amin(dims)
 
 
-def _fake(text: str, captured: list[Tensor], status: Tensor, *_: Any) -> Tensor:
+# ---------------------------------------------------------------------------------------------------------------- as operators
+
+
+def by_operator(device: torch.device) -> bool:
+    """Whether to leave the work to an operator, which has a kernel for it. It cannot be given the wrapped tensors of functorch."""
+    return device.type == "cuda" and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+
+
+@functools.cache
+def has_triton(device: torch.device) -> bool:
+    target = target_of(device)
+    return target.type == "cuda" and (target.hip or target.capability >= (8, 0)) and find_spec("triton") is not None
+
+
+def _ranges(start: Tensor, stop: Tensor, *numbers: int) -> Tensor:
+    if not has_triton(start.device):
+        return _of_ranges(start, stop, Grid(*numbers))
+    from .kernels.triton.tile_status import of_ranges
+
+    with torch.cuda.device(start.device):
+        return of_ranges(start, stop, Grid(*numbers))
+
+
+def _fake(text: str, captured: list[Tensor], status: Tensor, *numbers: int) -> Tensor:
     return torch.empty_like(status)
 
 
+def _fake_ranges(start: Tensor, stop: Tensor, *numbers: int) -> Tensor:
+    grid = Grid(*numbers)
+    return torch.empty(start.shape[0], 1, grid.rows, grid.width, dtype=torch.uint8, device=start.device)
+
+
 _library = torch.library.Library("tilewise", "FRAGMENT")
-_library.define(
-    "tile_status(str program, Tensor[] captured, Tensor status, SymInt seqlen_q, SymInt seqlen_k, int block_m, int block_n, "
-    "SymInt left, SymInt right) -> Tensor"
-)
+_GRID = "SymInt seqlen_q, SymInt seqlen_k, int block_m, int block_n, SymInt left, SymInt right"
+_library.define(f"tile_status(str program, Tensor[] captured, Tensor status, {_GRID}) -> Tensor")
 _library.impl("tile_status", _evaluate, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::tile_status", _fake, lib=_library)
+_library.define(f"tile_status_of_ranges(Tensor start, Tensor stop, {_GRID}) -> Tensor")
+_library.impl("tile_status_of_ranges", _ranges, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::tile_status_of_ranges", _fake_ranges, lib=_library)

@@ -8,7 +8,7 @@ import torch
 from tilewise import BlockMask, attention, masks, reference, tile_cache
 
 from ..test_block_mask import per_head, rules_for
-from .common import qkv
+from .common import BACKENDS, compare, qkv
 
 
 def causal_far(b, h, q, k):
@@ -138,3 +138,61 @@ def test_a_mask_built_while_a_graph_is_captured_is_not_kept():
     ids += torch.arange(512, device="cuda") // 300
     graph.replay()
     torch.testing.assert_close(out, step())
+
+
+def random_blocks(rows, columns, batch=1, heads=1):
+    """With a block of queries that sees nothing, and one of keys that nobody sees."""
+    bits = torch.rand(batch, heads, rows, columns, device="cuda") < 0.5
+    bits[..., 1, :], bits[..., 2] = False, False
+    return bits
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "name, seqlen_q, seqlen_k, options",
+    [
+        ("shared", 500, 700, {}),
+        ("per head", 500, 700, {"heads": 4, "batch": 2}),
+        ("causal rule", 896, 896, {"heads": 4}),
+        ("causal call", 600, 728, {"causal": True}),
+        ("blocks of 256", 700, 800, {}),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whole_blocks(name, seqlen_q, seqlen_k, options, head_dim, backend):
+    """Also: what only NaN hides in keys that nobody sees."""
+    torch.manual_seed(2)
+    size = 256 if "256" in name else 128
+    own = {key: options[key] for key in ("batch", "heads") if key in options}
+    rule = masks.Blocks(random_blocks(-(-seqlen_q // size), -(-seqlen_k // size), **own), size)
+    inputs = qkv(2, seqlen_q, seqlen_k, heads=4, kv_heads=2, head_dim=head_dim)
+    extra = {"learnable_sink": torch.randn(4, device="cuda").bfloat16()} if name == "shared" else {}
+    extra |= {"causal": True} if "call" in name else {}
+    rule = rule & masks.Causal() if "rule" in name else rule
+    answer = compare({**inputs, **extra, "mask": rule}, backend)
+    for key in ("k", "v"):
+        inputs[key][:, 2 * size : 3 * size] = float("nan")
+    out = attention(**inputs, **extra, mask=rule, backend=backend)
+    assert torch.equal(out, answer.out)
+
+
+def test_a_graph_is_replayed_with_other_blocks():
+    inputs = qkv(1, 640, 640, heads=2, kv_heads=2, head_dim=128)
+    bits = random_blocks(5, 5)
+
+    def step():
+        tile_cache.clear()
+        return attention(**inputs, mask=masks.Blocks(bits, 128) & masks.Causal())
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        bits.copy_(torch.rand(bits.shape, device="cuda") < 0.5)
+        graph.replay()
+        assert torch.equal(out, step())

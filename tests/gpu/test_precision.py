@@ -131,6 +131,28 @@ def test_a_key_that_nobody_sees_reaches_nothing(backend, how, poison):
             assert torch.all(grad[:, hidden] == 0)
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
+def test_values_hidden_from_a_tile_stay_hidden_whether_or_not_it_is_asked_first(asked, monkeypatch):
+    """A NaN in q, k, v or dout goes where it does when every tile clears what it hides, and finite calls have the same bits."""
+    from tilewise.kernels.triton import finite
+
+    def results(spoiled, least):
+        monkeypatch.setattr(finite, "LEAST_WORK", least)
+        torch.manual_seed(3)
+        given = {**qkv(1, 200, 300), "dout": randn(1, 200, 4, 64)}
+        if spoiled:
+            given[spoiled][0, 37, 1, 5] = NAN
+        dout = given.pop("dout")
+        leaves = {name: x.requires_grad_() for name, x in given.items()}
+        out, _ = calling("triton")(**leaves, mask=(torch.rand(200, 300, device="cuda") < 0.2))
+        return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), dout)]
+
+    for spoiled in ("", "q", "k", "v", "dout"):
+        for got, want in zip(results(spoiled, 0 if asked else 1 << 60), results(spoiled, 1 << 60), strict=True):
+            assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+            assert torch.isfinite(got).any() and (spoiled or torch.isfinite(got).all())
+
+
 def test_a_query_beyond_its_length_reaches_nothing(backend):
     lengths = torch.tensor([40, 64], dtype=torch.int32, device="cuda")
     clean, dout = qkv(2, 64, 128), randn(2, 64, 4, 64)

@@ -284,6 +284,32 @@ def test_every_auxiliary_output_on_a_gpu():
         torch.testing.assert_close(getattr(aux, name).double(), getattr(expected, name), rtol=2e-2, atol=2e-2)
 
 
+AUXILIARY = {
+    "causal": lambda: dict(causal=True),
+    "bias, sink": lambda: dict(bias=randn(4, 333, 517), learnable_sink=randn(4, dtype=torch.float32)),
+    "mask, scale": lambda: dict(mask=torch.rand(333, 517, device="cuda") < 0.2, softmax_scale=-0.3),
+    "window, dropout": lambda: dict(window_size=(50, 9), dropout_p=0.2, dropout_seed=3),
+    "lengths": lambda: dict(seqused_k=torch.tensor([0, 400], dtype=torch.int32, device="cuda"), softcap=2.0),
+    "score_mod": lambda: dict(score_mod=lambda s, b, h, i, j: s + (i - j) * 0.0625),
+}
+
+
+@pytest.mark.parametrize("dtype,dim", [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize("name", AUXILIARY)
+def test_auxiliary_outputs_of_the_portable_kernels(name, dtype, dim):
+    """As close to float64 as the unfused computation in the inputs' dtype, and a few roundings of float32."""
+    arguments = {**qkv(head_dim=dim, dtype=dtype), **AUXILIARY[name]()}
+    _, aux = attention(**arguments, backend="triton", return_aux=("max_logits", "key_mass", "entropy"))
+    exact, unfused = (reference.attention_full(**arguments, compute_dtype=to) for to in (torch.float64, dtype))
+    for output in ("max_logits", "key_mass", "entropy"):
+        got, want, eager = (getattr(x, output).double() for x in (aux, exact, unfused))
+        assert torch.equal(got[want.isinf()], want[want.isinf()])
+        got, want, eager = (torch.where(want.isinf(), 0.0, x) for x in (got, want, eager))
+        error, allowed = ((x - want).abs().amax().item() for x in (got, eager))
+        size = max(1.0, want.abs().amax().item()) * max(1.0, exact.lse[exact.lse.isfinite()].abs().amax().item())
+        assert error <= 1.5 * allowed + 8 * torch.finfo(torch.float32).eps * size, (output, error, allowed)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_auto_takes_a_fast_backend(dtype):
     explained = tilewise.explain(**qkv(2, 256, 256, dtype=dtype), causal=True)

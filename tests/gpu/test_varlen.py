@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from tilewise import attention, attention_varlen, packing
+from tilewise.kernels import hopper
 
-from ..packed import CASES, I32, build, check, offsets
+from ..packed import CASES, I32, LARGE, SIZE, Size, build, check, offsets
+from .common import BACKENDS
 
+on_hopper = pytest.mark.skipif("hopper" not in BACKENDS, reason="needs a Hopper GPU")
+BOTH = [*BACKENDS, pytest.param("auto", marks=on_hopper)]
+# Sequences of every relation to a tile of 64 or 128; the fourth has queries and no keys.
+TILES = Size((5, 0, 300, 70, 129, 64), (6, 33, 257, 0, 128, 200), heads=4, kv_heads=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -20,6 +26,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @pytest.mark.parametrize("name", CASES)
 def test_every_feature_and_gradient(name: str, dtype: str) -> None:
     check(build(name, DTYPES[dtype], "cuda"), "triton")
+
+
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (72, 40)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "causal_window_softcap", "alibi_of_sequences", "alibi_sink", "lengths"])
+def test_every_gradient_of_the_hopper_kernel(
+    name: str, dims: tuple[int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, backward = [], hopper.backward
+    monkeypatch.setattr(hopper, "backward", lambda *given: calls.append(given) or backward(*given))
+    arguments = build(name, torch.bfloat16, "cuda", TILES, dims)
+    for key, used in (("seqused_q", [5, 0, 290, 70, 0, 63]), ("seqused_k", [1, 30, 257, 0, 128, 65])):
+        if key in arguments:
+            arguments[key] = torch.tensor(used, dtype=I32, device="cuda")
+    check(arguments, "auto", deterministic=deterministic)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "causal_window_softcap", "alibi_of_sequences", "alibi_sink", "lengths"])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_what_the_hopper_kernels_serve(name: str, head_dims: tuple[int, int], backend: str) -> None:
+    size = SIZE if name == "lengths" else LARGE
+    dtype = torch.float16 if name == "window" else torch.bfloat16
+    arguments = build("plain" if name == "alibi_of_sequences" else name, dtype, "cuda", size, head_dims)
+    if name == "alibi_of_sequences":
+        arguments |= {"causal": True, "alibi_slopes": torch.rand(len(size.lengths_q), size.heads, device="cuda", dtype=dtype) * 0.1}
+    check(arguments, backend)
 
 
 @pytest.mark.parametrize("name", ["causal", "bias_shared", "alibi_of_sequences", "mask_function"])
@@ -45,29 +80,32 @@ def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: Any) -
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("backend", BOTH)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 20)}], ids=str)
-def test_packing_equals_single_sequences(options: dict[str, Any], head_dim: int) -> None:
+def test_packing_equals_single_sequences(options: dict[str, Any], head_dim: int, backend: str) -> None:
     """Long enough for many tiles of the real tables, with sequences of every relation to a tile."""
     lengths = [1, 127, 128, 129, 0, 1000, 63, 2048, 5]
     leaves, cu = packed(lengths, head_dim=head_dim)
     dout = torch.randn(leaves[0].shape, device="cuda").bfloat16()
-    outs = attention_varlen(*leaves, cu, cu, **options, backend="triton"), alone(*leaves, lengths, **options)
+    outs = attention_varlen(*leaves, cu, cu, **options, backend=backend), alone(*leaves, lengths, **options)
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
     for a, b in zip(*(torch.autograd.grad(out, leaves, dout) for out in outs), strict=True):
         torch.testing.assert_close(a, b, rtol=4e-2, atol=4e-2)
 
 
-def test_neighbours_stay_apart() -> None:
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_neighbours_stay_apart(head_dim: int, backend: str) -> None:
     """NaN that one sequence sees, and NaN in rows of no sequence, leave all other bits as they are."""
     lengths = [100, 70, 130]
-    leaves, cu = packed(lengths, spare=40)
+    leaves, cu = packed(lengths, spare=40, head_dim=head_dim)
     dirty = [x.detach().clone() for x in leaves]
     for x in dirty:
         x[100:170], x[300:] = float("nan"), float("nan")
     results = []
     for given in (leaves, [x.requires_grad_() for x in dirty]):
-        out = attention_varlen(*given, cu, cu, causal=True, backend="triton")
+        out = attention_varlen(*given, cu, cu, causal=True, backend=backend, deterministic=True)
         results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got[:100], expected[:100]) and torch.equal(got[170:300], expected[170:300])
@@ -87,14 +125,15 @@ def test_nothing_waits_for_the_device(bound: int | None) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("backend", BOTH)
 @pytest.mark.parametrize("options", [{"causal": True}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str)
-def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any]) -> None:
+def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any], backend: str) -> None:
     """B142: forward and backward are captured once; the offsets in the same tensor decide what a replay computes."""
     (q, k, v), cu = packed([256, 256, 0, 0])
     dout = torch.randn_like(q)
 
     def step() -> list[Tensor]:
-        out = attention_varlen(q, k, v, cu, cu, **options, backend="triton")
+        out = attention_varlen(q, k, v, cu, cu, **options, backend=backend, deterministic=True)
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
     stream = torch.cuda.Stream()
@@ -112,24 +151,27 @@ def test_a_graph_is_replayed_with_other_lengths(options: dict[str, Any]) -> None
             assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("backend", BOTH)
 @pytest.mark.parametrize("cu", [[0, 500, 3, 300], [-7, 30, 9999, 2], [9, 9, 1, 0]], ids=str)
-def test_offsets_that_make_no_sense_stay_inside(cu: list[int]) -> None:
+def test_offsets_that_make_no_sense_stay_inside(cu: list[int], backend: str) -> None:
     (q, k, v), _ = packed([300])
     given = torch.tensor(cu, dtype=I32, device="cuda")
     counted = given.long().clamp(0, 300).cummax(0).values.int()
     leaves = (q, k, v)
-    outs = [attention_varlen(*leaves, bounds, bounds, causal=True, backend="triton") for bounds in (given, counted)]
+    options = dict(causal=True, backend=backend, deterministic=True)
+    outs = [attention_varlen(*leaves, bounds, bounds, **options) for bounds in (given, counted)]
     assert torch.equal(*outs)
     for a, b in zip(*(torch.autograd.grad(out, leaves, torch.ones_like(out)) for out in outs), strict=True):
         assert torch.equal(a, b)
 
 
-def test_ten_thousand_sequences_and_a_long_one() -> None:
+@pytest.mark.parametrize("backend", BOTH)
+def test_ten_thousand_sequences_and_a_long_one(backend: str) -> None:
     draw = random.Random(0)
     lengths = [draw.randint(0, 8) for _ in range(10_000)]
     lengths[5_000] = 4_096
     leaves, cu = packed(lengths, head_dim=32)
-    out = attention_varlen(*leaves, cu, cu, causal=True, backend="triton")
+    out = attention_varlen(*leaves, cu, cu, causal=True, backend=backend)
     start = sum(lengths[:5_000])
     rows = slice(start, start + 4_096)
     expected = attention(*(x[None, rows] for x in leaves), causal=True, backend="triton")[0]
@@ -152,6 +194,18 @@ def test_the_same_bits_on_every_run() -> None:
     first = run()
     for _ in range(30):
         assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_ordered_runs_of_packed_sequences_give_the_same_bits(head_dim: int) -> None:
+    leaves, cu = packed([777, 1, 128, 0, 1500, 63], heads=8, head_dim=head_dim, spare=9)
+    out = attention_varlen(*leaves, cu, cu, causal=True, deterministic=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for _ in range(200):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 def test_unpadding_into_a_given_room_does_not_wait() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import repeats
 from ..api import Aux, _autocast, _aux_names, _finite, _tighter
 from ..checks import check_window, typed
 from ..errors import UnsupportedAttention
@@ -107,6 +108,57 @@ def attention_with_kvcache(
         >>> out.shape, torch.equal(k_cache[1, 17], k[1, 0])
         (torch.Size([2, 1, 4, 16]), True)
     """
+    tensors = (
+        q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, alibi_slopes,
+        learnable_sink, k_descale, v_descale,
+    )  # fmt: skip
+
+    def compute(direct: bool) -> tuple[Tensor, Tensor]:
+        return _append_and_read(
+            *tensors, rotary_interleaved=rotary_interleaved, causal=causal, window_size=window_size, mask=mask,
+            softmax_scale=softmax_scale, softcap=softcap, num_splits=num_splits, batch_invariant=batch_invariant,
+            check_values=check_values, out_dtype=out_dtype, return_aux=return_aux, direct=direct,
+        )  # fmt: skip
+
+    key = None
+    if mask is None:
+        rules = (rotary_interleaved, causal, softmax_scale, softcap, num_splits, batch_invariant, out_dtype)
+        key = repeats.key_of(tensors, rules, window_size, False, (check_values,), return_aux)
+    out, lse = compute(direct=False) if key is None else repeats.over_a_cache(key, tensors, lambda: compute(direct=True))
+    return (out, Aux(lse=lse if "lse" in return_aux else None)) if return_aux not in ((), None) else out
+
+
+def _append_and_read(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | int | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    *,
+    rotary_interleaved: bool,
+    causal: bool,
+    window_size: tuple[int, int],
+    mask: Any,
+    softmax_scale: float | None,
+    softcap: float,
+    num_splits: int,
+    batch_invariant: bool,
+    check_values: bool,
+    out_dtype: torch.dtype | None,
+    return_aux: str | Sequence[str],
+    direct: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, validated; `direct` leaves the dispatcher out, for calls that nothing watches."""
     q, k, v = _cast_new(q, k, v)
     checks.refuse_gradients(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes,
@@ -146,17 +198,16 @@ def attention_with_kvcache(
         window_left, window_right = _tighter(window_left, left), _tighter(window_right, right)
 
     if k is not None and seqlens is not None:
-        torch.ops.tilewise.cache_append(
-            k_cache, None if v is None else v_cache, k, v, seqlens, page_table, batch_idx, cos, sin, rotary_interleaved
+        ops.cache_append(
+            k_cache, None if v is None else v_cache, k, v, seqlens, page_table, batch_idx, cos, sin, rotary_interleaved, direct=direct
         )
-    out, lse = ops.attention_cached(
+    return ops.attention_cached(
         q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=seqlens, page_table=page_table, cache_batch_idx=batch_idx,
         cache_leftpad=leftpad, rotary_cos=cos, rotary_sin=sin, mask=visible, alibi_slopes=slopes, sink=sink, k_descale=k_scale,
         v_descale=v_scale, captured=captured, softmax_scale=scale, softcap=float(softcap), window_left=window_left,
         window_right=window_right, appended=sizes.appended, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
-        batch_invariant=batch_invariant, mask_mod=mask_mod, out_dtype=out_dtype,
+        batch_invariant=batch_invariant, mask_mod=mask_mod, out_dtype=out_dtype, direct=direct,
     )  # fmt: skip
-    return (out, Aux(lse=lse if "lse" in names else None)) if return_aux not in ((), None) else out
 
 
 def _cast_new(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

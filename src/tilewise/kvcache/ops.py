@@ -62,13 +62,24 @@ def attention_cached(
     batch_invariant: bool = False,
     mask_mod: str = "",
     out_dtype: torch.dtype | None = None,
+    direct: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The reading operator by keywords: (out, lse). Shapes as in `call.CacheOperands`; packed queries give lse (Hq, total)."""
-    return torch.ops.tilewise.attention_cached(
+    """The reading operator by keywords: (out, lse). Shapes as in `call.CacheOperands`; packed queries give lse (Hq, total). `direct`
+    leaves the dispatcher out."""
+    operator = _attention_cached if direct else torch.ops.tilewise.attention_cached
+    return operator(
         q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, mask,
         alibi_slopes, sink, k_descale, v_descale, captured or [], softmax_scale, softcap, window_left, window_right, appended,
         rotary_interleaved, num_splits, batch_invariant, mask_mod, out_dtype,
     )  # fmt: skip
+
+
+def cache_append(k_cache: Tensor, v_cache: Tensor | None, *rest: Any, direct: bool = False) -> None:
+    """The writing operator, with or without the dispatcher, which counts what is written in place as a new version of a tensor."""
+    if not direct:
+        torch.ops.tilewise.cache_append(k_cache, v_cache, *rest)
+        return
+    _cache_append(k_cache, v_cache, *rest)
 
 
 def _allocate(q: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:

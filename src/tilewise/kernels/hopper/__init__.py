@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
 
 HEAD_DIM_LIMIT = 256
+LISTED = 128  # queries and keys that make the blocks of lists
 
 
 @cache
@@ -40,18 +42,43 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
 
 
 def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
-    if t.cu_seqlens_q is not None:
-        return "it does not read packed sequences"
+    if t.cu_seqlens_q is not None and t.k.shape[2] == 0:
+        return "its packed sequences need a key"
     if t.bias is not None:
         return "it does not read a bias"
     if t.mask is not None:
         return "it does not read a mask tensor"
     if r.dropout_p > 0:
         return "it has no dropout"
-    if r.score_mod or r.mask_mod:
-        return "it does not run score or mask functions"
     if request.aux:
         return f"it does not return {', '.join(sorted(request.aux))}"
+    if r.score_mod or (r.mask_mod and t.blocks is None):
+        return "it does not run score or mask functions"
+    if t.blocks is not None:
+        return _unserved_lists(t, r)
+    return None
+
+
+# What `masks.Blocks` becomes: one look-up, the same for all pairs of a block.
+_ONE_LOOK_UP = re.compile(r"b0\[(?:0|b), (?:0|h), q_idx // (\d+), kv_idx // (\d+)\]")
+
+
+def _unserved_lists(t: Operands, r: Rules) -> str | None:
+    blocks = t.blocks
+    assert blocks is not None
+    sizes = f"{blocks.block_m} x {blocks.block_n}"
+    if blocks.block_m % LISTED or blocks.block_n % LISTED:
+        return f"it visits listed blocks of multiples of {LISTED}, not {sizes}"
+    found = _ONE_LOOK_UP.fullmatch(r.mask_mod)
+    if found is None or int(found[1]) % blocks.block_m or int(found[2]) % blocks.block_n:
+        return "it does not run mask functions inside listed blocks: it visits those of masks.Blocks, which are visible entirely"
+    if t.seqused_q is not None or t.seqused_k is not None:
+        return "it does not cut listed blocks at seqused_q or seqused_k"
+    if r.window_left >= 0 or r.window_right > 0:
+        return "it cuts listed blocks at a causal diagonal, not at windows"
+    # A key beyond the diagonal of every query of a tile would be read with it, and may be hidden from all others too.
+    if r.window_right == 0 and (blocks.block_n != LISTED or (t.k.shape[2] - t.q.shape[2]) % LISTED):
+        return f"it cuts listed blocks at a causal diagonal where blocks have {LISTED} keys and the lengths differ by a multiple of that"
     return None
 
 
@@ -68,14 +95,18 @@ def _unserved_tensor(t: Operands, request: Request) -> str | None:
         refusal = tma_refusal(x)
         if refusal is not None:
             return f"{name} has {refusal}"
-    tiles = -(-t.q.shape[2] // 64) * t.q.shape[0] * t.q.shape[1]
+    sequences = 0 if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] + 1
+    tiles = (-(-t.q.shape[2] // 64) + sequences) * t.q.shape[0] * t.q.shape[1]
     if max(tiles, t.q.shape[2] + t.k.shape[2]) >= 1 << 30:
         return "it counts tiles and positions in 32 bits"
     return None
 
 
 def _unserved_gradient(t: Operands, request: Request) -> str | None:
-    if -(-t.q.shape[2] // 128) * 128 * t.q.shape[0] * t.q.shape[1] >= 1 << 31:
+    if t.blocks is not None:
+        return "its backward pass does not read lists of blocks"
+    items = t.q.shape[0] if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0]  # each may end in a block of its own
+    if (t.q.shape[2] * t.q.shape[0] + 128 * items) * t.q.shape[1] >= 1 << 31:
         return "its backward pass counts the queries of all heads in 32 bits"
     if request.needs and not ("q" in request.needs and request.needs & {"k", "v"}):
         return "its backward pass computes the gradients of q, k and v together, and not all are asked for"

@@ -43,6 +43,7 @@ class BackwardVariant:
     alibi: bool = False
     slope_gradient: bool = False
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
+    packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
 
     @property
     def block_m(self) -> int:

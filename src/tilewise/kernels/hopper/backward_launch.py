@@ -1,7 +1,7 @@
 """From a call's backward pass to its launches: the variant that serves it, its compiled kernel, descriptors and workspace.
 
-Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. The workspace is O(N): dQ in float32, two numbers a query and, where
-additions are ordered, one a query block.
+Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`; packed sequences are scheduled before, and what their tiles add to is
+cleared (`clear_ends`). The workspace is O(N): dQ in float32, two numbers a query and, where additions are ordered, one a query block.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ...plan import Cotangents, Gradients, Operands, Rules, Saved
-from ..triton.launch import alignment, strides
+from .. import replay
+from ..triton import packed
+from ..triton.launch import Launch, alignment, run, strides
 from . import tma_refusal
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
-from .backward_rows import finish_queries, prepare_rows
+from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .launch import L2_BYTES, LOG2_E, barrier_address, descriptor, element_type
 
@@ -55,6 +57,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "slopes_ptr": f"*{slopes}",
         "dslopes_ptr": "*fp32",
         "turns_ptr": "*i32",
+        "records_ptr": "*i32",
         "scale": "fp32",
         "exp_scale": "fp32",
         "softcap": "fp32",
@@ -88,6 +91,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     """The kernel that serves a call; `why_not` has said that one does."""
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
     lengths = t.seqused_q is not None or t.seqused_k is not None
+    packed_rows = t.cu_seqlens_q is not None  # beyond a sequence lies another one
     return BackwardVariant(
         tile=TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None)],
         dtype=element_type(t.q.dtype),
@@ -95,14 +99,15 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         dim_v=columns(t.v.shape[3]),
         right=r.window_right >= 0,
         left=r.window_left >= 0,
-        lengths_q=t.seqused_q is not None,
-        lengths_k=t.seqused_k is not None,
-        hidden_keys=t.seqused_k is not None or (r.window_left >= 0 and (lengths or seqlen_k - seqlen_q > r.window_left)),
-        hidden_rows=t.seqused_q is not None or (r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)),
+        lengths_q=t.seqused_q is not None and not packed_rows,
+        lengths_k=t.seqused_k is not None and not packed_rows,
+        hidden_keys=packed_rows or t.seqused_k is not None or (r.window_left >= 0 and (lengths or seqlen_k - seqlen_q > r.window_left)),
+        hidden_rows=packed_rows or t.seqused_q is not None or (r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)),
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
         ordered=r.deterministic,
+        packed=packed_rows,
     )
 
 
@@ -123,6 +128,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         0 <= r.window_right < -surplus,
         t.seqused_q is None,
         t.seqused_k is None,
+        t.cu_seqlens_q is None,
         r.softcap > 0,
         None if slopes is None else slopes.dtype,
         slope_gradient,
@@ -137,17 +143,33 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
     return found
 
 
+def row_blocks_of(t: Operands, block_m: int) -> int:
+    """How many blocks the queries of one head take in LSE, delta and the accumulator of dQ; see `backward_rows`."""
+    seqlen_q = t.q.shape[2]
+    if t.cu_seqlens_q is not None:
+        return seqlen_q // block_m + t.cu_seqlens_q.shape[0] - 1
+    return -(-seqlen_q // ROW_PADDING) * (ROW_PADDING // block_m)
+
+
 def workspace_bytes(t: Operands, r: Rules) -> int:
     """Device memory that a backward pass takes beside its gradients."""
-    batch, heads, seqlen_q, _ = t.q.shape
-    rows = batch * heads * -(-seqlen_q // ROW_PADDING) * ROW_PADDING
     variant = variant_of(t, r)
+    rows = t.q.shape[0] * t.q.shape[1] * row_blocks_of(t, variant.block_m) * variant.block_m
     return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0)
 
 
 def head_group(heads: int, bytes_per_head: int) -> int:
     """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache."""
     return max(1, min(heads, L2_BYTES // bytes_per_head))
+
+
+def sum_of_keys(partial: Tensor, sequences: Tensor) -> Tensor:
+    """Sum a packed (1, H, total_k) over each sequence's keys: (sequences, H)."""
+    heads, total = partial.shape[1:]
+    result = partial.new_empty(sequences.shape[0], heads)
+    given = (partial, sequences, result, heads, 0, total, 1)
+    run(packed.sum_rows, result.numel(), *given, KEYS=True, KEEP=False, BLOCK=packed.BLOCK, num_warps=4)
+    return result
 
 
 def _by_tma(x: Tensor) -> Tensor:
@@ -163,9 +185,17 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     heads_k, seqlen_k, dim_v = v.shape[1:]
     program = program_for(t, r, grads.dalibi_slopes is not None)
     variant = program.variant
-    padded = -(-seqlen_q // ROW_PADDING) * ROW_PADDING
-    row_blocks = padded // variant.block_m
-    rows = batch * heads * padded
+    row_blocks = row_blocks_of(t, variant.block_m)
+    rows = batch * heads * row_blocks * variant.block_m
+    row_tiles, key_tiles = row_blocks, -(-seqlen_k // variant.block_n)
+    row_records = key_records = sequences = None
+    if variant.packed:
+        call = Launch(t, r)
+        tiles, sequences = packed.scheduled(call, variant.block_m, over_keys=False, with_sequences=grads.dalibi_slopes is not None)
+        row_tiles, row_records = tiles.count, tiles.records
+        tiles, _ = packed.scheduled(call, variant.block_n, over_keys=True)
+        key_tiles, key_records = tiles.count, tiles.records
+        lengths_q = lengths_k = None
 
     dout = cot.dout
     if dout is None:
@@ -176,25 +206,36 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     acc = q.new_empty(rows, variant.dim, dtype=torch.float32)
     row_lse, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
     turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
-    sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_blocks, dtype=torch.float32)
+    sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_tiles, dtype=torch.float32)
     dlse, align = cot.dlse, alignment(saved.out, dout)
-    prepare_rows[(row_blocks * batch * heads,)](
-        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, None if sinks is None else sink, acc, turns, row_lse, delta, sinks,
-        *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q, seqlen_k,
-        min(r.window_right, seqlen_q + seqlen_k), row_blocks, ALIGN=align, RIGHT=variant.right, ACC=variant.dim, PARTS=variant.dq_parts,
-        DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
+    run(
+        prepare_rows, row_tiles * batch * heads,
+        saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse, delta,
+        sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads, seqlen_q,
+        seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
+        ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
     )  # fmt: skip
     if grads.dsink is not None and sinks is not None:
         grads.dsink.copy_(sinks.sum((0, 2)))
 
     dk = k.new_empty(k.shape) if grads.dk is None else _by_tma(grads.dk)
     dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
-    key_blocks = -(-seqlen_k // variant.block_n)
-    dslopes = None if grads.dalibi_slopes is None else q.new_empty(batch, heads, key_blocks, dtype=torch.float32)
+    if key_records is not None:
+        aligned = alignment(dk, dv)
+        run(
+            clear_ends, key_tiles * heads_k,
+            key_records, dk, dv, *strides(dk, aligned)[1:3], *strides(dv, aligned)[1:3], key_tiles, ALIGN=aligned, DIM=dim, DIM_V=dim_v,
+            BLOCK_N=variant.block_n, num_warps=4,
+        )  # fmt: skip
+    dslopes = None
+    if grads.dalibi_slopes is not None:
+        make = q.new_empty if key_records is None else q.new_zeros
+        dslopes = make(batch, heads, key_tiles if key_records is None else seqlen_k, dtype=torch.float32)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = delta.data_ptr()
-    kernel = program.kernel[(key_blocks * batch * heads_k, 1, 1)]
-    kernel(
+    replay.start(
+        program.kernel,
+        key_tiles * batch * heads_k,
         descriptor(q),
         descriptor(k),
         descriptor(v),
@@ -209,6 +250,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         pointer if slopes is None else slopes.data_ptr(),
         pointer if dslopes is None else dslopes.data_ptr(),
         pointer if turns is None else turns.data_ptr(),
+        pointer if key_records is None else key_records.data_ptr(),
         r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else 1.0,
         LOG2_E if variant.softcap else r.softmax_scale * LOG2_E,
         r.softcap,
@@ -220,6 +262,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v)),
         batch * heads_k,
         row_blocks,
+        key_tiles,
         min(r.window_left, furthest),
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
@@ -231,11 +274,12 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     if grads.dv is not None and dv is not grads.dv:
         grads.dv.copy_(dv)
     if grads.dalibi_slopes is not None and dslopes is not None:
-        one_a_head = dslopes.sum(2)
+        one_a_head = dslopes.sum(2) if sequences is None or grads.dalibi_slopes.shape[0] == 1 else sum_of_keys(dslopes, sequences)
         grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)
     if grads.dq is not None:
         align = alignment(grads.dq)
-        finish_queries[(row_blocks * batch * heads,)](
-            acc, turns, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_blocks,
+        run(
+            finish_queries, row_tiles * batch * heads,
+            acc, turns, row_records, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_tiles, row_blocks,
             ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
         )  # fmt: skip

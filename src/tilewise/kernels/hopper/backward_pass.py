@@ -25,14 +25,19 @@ from .backward_walk import (
     first_key_block,
     hide,
     is_cut,
+    key_coordinates,
     plain_blocks,
+    query_coordinates,
+    row_of,
     seen_keys,
     seen_rows,
+    slope_place,
 )
 from .barriers import (
     arrive,
     arrive_each_warp,
     await_turn,
+    first_rows,
     give_turn,
     phase_of,
     settled,
@@ -120,12 +125,6 @@ class Descriptors:
         self.dv = dv
 
 
-@jit
-def row_of(C: gl.constexpr, p, tile, head, block):
-    """Where a query block starts in LSE, delta and the accumulator of dQ."""
-    return ((tile.batch * p.heads_k * p.group + head) * p.row_blocks + block) * C.block_m
-
-
 # ---------------------------------------------------------------------------------------------------------- loading, adding
 
 
@@ -134,12 +133,13 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     """One warp: K and V once, then Q with its LSE and dO with its delta, block after block."""
     base = shared_address(A, p.seqlen_q)
     tile = find_keys(C, p, gl.program_id(0))
-    k_full = mem.barriers.index(C.k_full)
-    v_full = mem.barriers.index(C.v_full)
-    expect_bytes(k_full, C.k_bytes)
-    tma_load(desc.k, [tile.batch, tile.head_k, tile.key, 0], k_full, mem.k)
-    expect_bytes(v_full, C.v_bytes)
-    tma_load(desc.v, [tile.batch, tile.head_k, tile.key, 0], v_full, mem.v)
+    if (not C.packed) or tile.blocks > 0:
+        k_full = mem.barriers.index(C.k_full)
+        v_full = mem.barriers.index(C.v_full)
+        expect_bytes(k_full, C.k_bytes)
+        tma_load(desc.k, key_coordinates(C, tile), k_full, mem.k)
+        expect_bytes(v_full, C.v_bytes)
+        tma_load(desc.v, key_coordinates(C, tile), v_full, mem.v)
     count = 0
     for g in range(p.group):
         head = tile.head_k * p.group + g
@@ -150,13 +150,13 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
             q_full = mem.barriers.index(C.q_full + stage)
             expect_bytes(q_full, C.q_bytes + C.row_bytes)
-            tma_load(desc.q, [tile.batch, head, block * C.block_m, 0], q_full, mem.q.index(stage))
+            tma_load(desc.q, query_coordinates(C, tile, head, block), q_full, mem.q.index(stage))
             tma_load(desc.lse, [row], q_full, mem.lse.index(stage))
             do_stage = stage_of(count, C.do_stages)
             wait(base + 8 * (C.do_empty + do_stage), phase_of(count, C.do_stages) ^ 1)
             do_full = mem.barriers.index(C.do_full + do_stage)
             expect_bytes(do_full, C.do_bytes + C.row_bytes)
-            tma_load(desc.do, [tile.batch, head, block * C.block_m, 0], do_full, mem.do.index(do_stage))
+            tma_load(desc.do, query_coordinates(C, tile, head, block), do_full, mem.do.index(do_stage))
             tma_load(desc.delta, [row], do_full, mem.delta.index(do_stage))
             count += 1
 
@@ -384,10 +384,11 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM_V * GROUPS // 2, 16])
     dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=dk_layout)
     dv = gl.zeros([BLOCK_N, DIM_V], gl.float32, layout=dv_layout)
-    wait(base + 8 * C.k_full, 0)
-    wait(base + 8 * C.v_full, 0)
-    if C.hidden_keys:
-        clear_hidden_keys(C, p, mem, tile)
+    if (not C.packed) or tile.blocks > 0:
+        wait(base + 8 * C.k_full, 0)
+        wait(base + 8 * C.v_full, 0)
+        if C.hidden_keys:
+            clear_hidden_keys(C, p, mem, tile)
     rest = 0
     if C.dq_parts == 2:
         dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
@@ -401,7 +402,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, BLOCK_M * GROUPS // 2, 16])
             dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
         if C.alibi:
-            slope_log2 = gl.load(p.slopes_ptr + tile.batch * p.stride_slopes + head).to(gl.float32) * LOG2_E
+            slope_log2 = gl.load(p.slopes_ptr + tile.sequence * p.stride_slopes + head).to(gl.float32) * LOG2_E
         for j in range(tile.blocks):
             block = tile.last_block - j
             dk, dv, rest, dslope = add_block(
@@ -409,20 +410,29 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             )
             count += 1
         if C.slope_gradient:
-            query_head = tile.batch * p.heads_k * p.group + head
-            key_blocks = (p.seqlen_k + BLOCK_N - 1) >> C.log2_block_n
             total = gl.sum(gl.sum(gl.sum(dslope, 2), 1), 0)
-            gl.store(p.dslopes_ptr + query_head.to(gl.int64) * key_blocks + tile.block, total)
+            if (not C.packed) or tile.key < tile.keys_end:
+                gl.store(slope_place(C, p, tile, head), total)
     if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
         if count > 0:
             hand_over(C, mem, base, 1, rest)
     # All products are done in every warp: K and V make room for what leaves.
     block_barrier()
+    dk = dk * p.out_scale
+    if C.packed:
+        # The rows of the next sequence: a NaN in this one's queries may have reached them.
+        dk = first_rows(dk, tile.rows_k - tile.key, 4 * GROUPS)
+        dv = first_rows(dv, tile.rows_k - tile.key, 4 * GROUPS)
     mem.v.reshape([BLOCK_N, DIM_V]).store(dv.to(mem.v.dtype))
-    mem.k.reshape([BLOCK_N, DIM]).store((dk * p.out_scale).to(mem.k.dtype))
+    mem.k.reshape([BLOCK_N, DIM]).store(dk.to(mem.k.dtype))
     fence_async_shared()
-    tma_store(desc.dv, [tile.batch, tile.head_k, tile.key, 0], mem.v)
-    tma_store(desc.dk, [tile.batch, tile.head_k, tile.key, 0], mem.k)
+    if (not C.packed) or tile.key + BLOCK_N <= tile.rows_k:
+        tma_store(desc.dv, key_coordinates(C, tile), mem.v)
+        tma_store(desc.dk, key_coordinates(C, tile), mem.k)
+    else:
+        # The box also covers keys of the next sequence, which other CTAs write: to these 0 is added, in memory and so at any time.
+        tma_reduce_add(desc.dv, key_coordinates(C, tile), mem.v)
+        tma_reduce_add(desc.dk, key_coordinates(C, tile), mem.k)
     tma_store_wait(0)
 
 
@@ -442,11 +452,12 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "head_group",
         "batch_heads",
         "row_blocks",
+        "key_tiles",
         "window_left",
         "window_right",
         "stride_slopes",
     ],
-    do_not_specialize_on_alignment=["lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "dslopes_ptr", "turns_ptr"],
+    do_not_specialize_on_alignment=["lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "dslopes_ptr", "turns_ptr", "records_ptr"],
 )
 def attention_backward(
     q_desc,
@@ -463,6 +474,7 @@ def attention_backward(
     slopes_ptr,
     dslopes_ptr,
     turns_ptr,
+    records_ptr,
     scale,
     exp_scale,
     softcap,
@@ -474,6 +486,7 @@ def attention_backward(
     head_group,
     batch_heads,
     row_blocks,
+    key_tiles,
     window_left,
     window_right,
     stride_slopes,
@@ -523,6 +536,7 @@ def attention_backward(
         slopes_ptr,
         dslopes_ptr,
         turns_ptr,
+        records_ptr,
         scale,
         exp_scale,
         softcap,
@@ -534,6 +548,7 @@ def attention_backward(
         head_group,
         batch_heads,
         row_blocks,
+        key_tiles,
         window_left,
         window_right,
         stride_slopes,

@@ -1,44 +1,58 @@
-"""The two small kernels around the Hopper backward kernel: what it must know of each query, and dQ as the caller wants it.
+"""The small kernels around the Hopper backward kernel: what it must know of each query, and dQ as the caller wants it.
 
 Strides come in units of ALIGN elements, so that the compiler knows how wide it may read; an inner stride of 1 comes as None.
+
+LSE, delta and the accumulator of dQ have `row_blocks` blocks of BLOCK_M rows a head. Those of a packed sequence s, whose first query is q,
+start at block q // BLOCK_M + s: each sequence before it needs at most one more than its queries fill.
 """
 
 import triton
 import triton.language as tl
 
+from ..triton.tiles import packed_tile
+
 # Columns are taken in chunks: wide enough for full memory transactions, few enough for the registers at head dim 256.
 CHUNK: tl.constexpr = tl.constexpr(64)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
-_RUNTIME = ["heads", "seqlen", "seqlen_k", "window_right", "tiles", "stride_dlse_b", "stride_dlse_h", "stride_dlse_s"]
-_RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dq") for dim in "bhs"]
+_RUNTIME = ["heads", "seqlen", "seqlen_k", "window_right", "tiles", "row_blocks", "stride_dlse_b", "stride_dlse_h", "stride_dlse_s"]
+_RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dq", "dk", "dv") for dim in "bhs"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def prepare_rows(
-    out_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr, sink_ptr,
+    out_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr, records_ptr, sink_ptr,
     acc_ptr, turns_ptr, row_lse_ptr, delta_ptr, sink_partial_ptr,
     stride_o_b: tl.int64, stride_o_h: tl.int64, stride_o_s: tl.int64, stride_o_d,
     stride_do_b: tl.int64, stride_do_h: tl.int64, stride_do_s: tl.int64, stride_do_d,
     stride_dlse_b: tl.int64, stride_dlse_h: tl.int64, stride_dlse_s: tl.int64,
-    heads, seqlen, seqlen_k, window_right, tiles,
+    heads, seqlen, seqlen_k, window_right, tiles, row_blocks,
     ALIGN: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(out * dout) - dlse and the LSE in base 2, (B * Hq, tiles * BLOCK_M), both neutral for queries that see nothing. The
-    turns of dQ's blocks are set to 0, or without them its accumulator. One program BLOCK_M queries.
+    """delta = sum(out * dout) - dlse and the LSE in base 2, (B * Hq, row_blocks * BLOCK_M), both neutral for queries that see nothing. The
+    turns of dQ's blocks are set to 0, or without them its accumulator. One program BLOCK_M queries, of a packed sequence where there are
+    records.
 
     A sink's logit gains -exp(sink - lse) * delta from each query: it is a key whose value, and so whose dP, is zero.
     """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    length, length_k = seqlen, seqlen_k
+    length, length_k, first_q, block = seqlen, seqlen_k, 0, bh.to(tl.int64) * row_blocks + tile
+    if records_ptr is not None:
+        sequence, row0, first_q, _rows_q, length, _first_k, _rows_k, length_k = packed_tile(records_ptr + tile * 8)
+        if row0 >= length:  # nothing reads what follows
+            if sink_ptr is not None:
+                tl.store(sink_partial_ptr + tl.program_id(0), 0.0)
+            return
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        block = bh.to(tl.int64) * row_blocks + first_q // BLOCK_M + sequence + row0 // BLOCK_M
     if lengths_q_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths_q_ptr + b), 0), seqlen)
     if lengths_k_ptr is not None:
         length_k = tl.minimum(tl.maximum(tl.load(lengths_k_ptr + b), 0), seqlen_k)
     inside = offs_m < length
-    rows = offs_m.to(tl.int64)[:, None]
+    rows = (first_q + offs_m).to(tl.int64)[:, None]
     # What reaches the output of a query without keys is hidden, also where a sink gives it a finite LSE.
     seen = offs_m < tl.where(length_k > 0, length, 0)
     if RIGHT:
@@ -52,20 +66,21 @@ def prepare_rows(
         o = tl.load(o_row + columns * (1 if stride_o_d is None else stride_o_d), mask=visible, other=0.0).to(tl.float32)
         do = tl.load(do_row + columns * (1 if stride_do_d is None else stride_do_d), mask=visible, other=0.0).to(tl.float32)
         delta += tl.sum(o * do, 1)
-    lse = tl.load(lse_ptr + bh.to(tl.int64) * seqlen + offs_m, mask=inside, other=NEG_INF)
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * seqlen + first_q + offs_m, mask=inside, other=NEG_INF)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + b * stride_dlse_b + h * stride_dlse_h + offs_m * stride_dlse_s, mask=inside, other=0.0)
+        dlse_row = dlse_ptr + b * stride_dlse_b + h * stride_dlse_h + (first_q + offs_m) * stride_dlse_s
+        delta -= tl.load(dlse_row, mask=inside, other=0.0)
     empty = lse == NEG_INF
     delta = tl.where(empty, 0.0, delta)
     if sink_ptr is not None:
         weight = tl.where(empty, 0.0, tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E))
         tl.store(sink_partial_ptr + tl.program_id(0), -tl.sum(weight * delta, 0))
-    padded = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    padded = block * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(delta_ptr + padded, delta)
     tl.store(row_lse_ptr + padded, tl.where(empty, float("inf"), lse * LOG2E))
     if turns_ptr is not None:
         for part in tl.static_range(PARTS):
-            tl.store(turns_ptr + tl.program_id(0) * PARTS + part, 0)
+            tl.store(turns_ptr + block * PARTS + part, 0)
     else:
         for first in tl.static_range(0, ACC, CHUNK):
             columns = (first + tl.arange(0, CHUNK))[None, :]
@@ -74,26 +89,56 @@ def prepare_rows(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def finish_queries(
-    acc_ptr, turns_ptr, dq_ptr, scale, stride_dq_b: tl.int64, stride_dq_h: tl.int64, stride_dq_s: tl.int64, stride_dq_d,
-    heads, seqlen, tiles,
+    acc_ptr, turns_ptr, records_ptr, dq_ptr, scale, stride_dq_b: tl.int64, stride_dq_h: tl.int64, stride_dq_s: tl.int64, stride_dq_d,
+    heads, seqlen, tiles, row_blocks,
     ALIGN: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * accumulator, in dQ's own dtype and strides; 0 where no turn was taken. One program BLOCK_M queries.
+    """dQ = scale * accumulator, in dQ's own dtype and strides; 0 where no turn was taken. One program BLOCK_M queries, as in
+    `prepare_rows`, but also those that lie beyond the length of their sequence, or in none.
 
     The accumulator has ACC columns, a multiple of 64; in two parts they lie as `backward_pass.halves` says.
     """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    padded = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    filled = DIM
+    rows, first_q, block, filled = seqlen, 0, bh.to(tl.int64) * row_blocks + tile, DIM
+    if records_ptr is not None:
+        sequence, row0, first_q, rows, length, _first_k, _rows_k, _length_k = packed_tile(records_ptr + tile * 8)
+        if sequence < 0:
+            return
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        block = bh.to(tl.int64) * row_blocks + first_q // BLOCK_M + sequence + row0 // BLOCK_M
+        filled = tl.where(row0 < length, DIM, 0)
     if turns_ptr is not None:
-        filled = tl.where(tl.load(turns_ptr + tl.program_id(0) * PARTS) > 0, DIM, 0)
-    target = dq_ptr + (b * stride_dq_b + h * stride_dq_h + offs_m.to(tl.int64)[:, None] * stride_dq_s) * ALIGN
+        filled = tl.where(tl.load(turns_ptr + block * PARTS, mask=filled > 0, other=0) > 0, DIM, 0)
+    padded = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    target = dq_ptr + (b * stride_dq_b + h * stride_dq_h + (first_q + offs_m).to(tl.int64)[:, None] * stride_dq_s) * ALIGN
     for first in tl.static_range(0, ACC, CHUNK):
         source = first if PARTS == 1 else first // 64 % 2 * 128 + first // 128 * 64
         columns = tl.arange(0, CHUNK)[None, :]
         acc = tl.load(acc_ptr + padded[:, None] * ACC + source + columns, mask=first + columns < filled, other=0.0)
-        visible = (first + columns < DIM) & (offs_m < seqlen)[:, None]
+        visible = (first + columns < DIM) & (offs_m < rows)[:, None]
         offsets = (first + columns) * (1 if stride_dq_d is None else stride_dq_d)
         tl.store(target + offsets, (acc * scale).to(dq_ptr.dtype.element_ty), mask=visible)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def clear_ends(
+    records_ptr, dk_ptr, dv_ptr, stride_dk_h: tl.int64, stride_dk_s: tl.int64, stride_dv_h: tl.int64, stride_dv_s: tl.int64, tiles,
+    ALIGN: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """0 in the keys of each packed sequence that fill only a part of a tile: the backward kernel adds to these. One program a tile."""
+    tile, h = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    _sequence, row0, _first_q, _rows_q, _length, first_k, rows_k, _length_k = packed_tile(records_ptr + tile * 8)
+    if row0 + BLOCK_N <= rows_k:
+        return
+    offs_n = row0 + tl.arange(0, BLOCK_N)
+    rows = (first_k + offs_n).to(tl.int64)[:, None]
+    for first in tl.static_range(0, DIM, CHUNK):
+        columns = (first + tl.arange(0, CHUNK))[None, :]
+        target = dk_ptr + (h * stride_dk_h + rows * stride_dk_s) * ALIGN + columns
+        tl.store(target, tl.zeros([BLOCK_N, CHUNK], dk_ptr.dtype.element_ty), mask=(offs_n < rows_k)[:, None] & (columns < DIM))
+    for first in tl.static_range(0, DIM_V, CHUNK):
+        columns = (first + tl.arange(0, CHUNK))[None, :]
+        target = dv_ptr + (h * stride_dv_h + rows * stride_dv_s) * ALIGN + columns
+        tl.store(target, tl.zeros([BLOCK_N, CHUNK], dv_ptr.dtype.element_ty), mask=(offs_n < rows_k)[:, None] & (columns < DIM_V))

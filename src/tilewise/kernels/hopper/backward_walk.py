@@ -1,10 +1,11 @@
-"""The walk of the Hopper backward kernel: which keys a CTA owns, which query blocks see them, and what is masked.
+"""The walk of the Hopper backward kernel: which keys a CTA owns, which query blocks see them, where those lie, and what is masked.
 
 All roles of a CTA call the same functions, so they agree without talking to each other. Query blocks are visited from the last to the
 first: CTAs of neighbouring keys, which start one after the other, then reach a query block in the order of their keys, each a little later
 than the one before, and adding dQ in that order costs little.
 """
 
+from .barriers import uniform
 from .gluon_api import aggregate, constexpr_function, gl, jit
 from .walk import columns, divide
 
@@ -16,8 +17,11 @@ class BackwardProblem:
     lengths_q_ptr: gl.tensor
     lengths_k_ptr: gl.tensor
     slopes_ptr: gl.tensor
-    dslopes_ptr: gl.tensor  # float32 (B * Hq, key blocks): what each tile of keys adds to the gradient of its slope
+    dslopes_ptr: (
+        gl.tensor
+    )  # float32 (B * Hq, key_tiles): what each tile of keys adds to the gradient of its slope; packed: see `slope_place`
     turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have been added to each block of dQ
+    records_ptr: gl.tensor  # int32 (key_tiles, 8): whose the tiles of packed sequences are, and where they lie
     scale: gl.tensor  # of q.k, where it is applied before the exponential
     exp_scale: gl.tensor  # turns a score into the exponent of 2
     softcap: gl.tensor
@@ -29,6 +33,7 @@ class BackwardProblem:
     head_group: gl.tensor  # key heads that are worked on together
     batch_heads: gl.tensor  # key heads of the batch
     row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
+    key_tiles: gl.tensor  # tiles of keys of one head
     window_left: gl.tensor
     window_right: gl.tensor
     stride_slopes: gl.tensor
@@ -41,6 +46,7 @@ class BackwardProblem:
         slopes_ptr,
         dslopes_ptr,
         turns_ptr,
+        records_ptr,
         scale,
         exp_scale,
         softcap,
@@ -52,6 +58,7 @@ class BackwardProblem:
         head_group,
         batch_heads,
         row_blocks,
+        key_tiles,
         window_left,
         window_right,
         stride_slopes,
@@ -61,6 +68,7 @@ class BackwardProblem:
         self.slopes_ptr = slopes_ptr
         self.dslopes_ptr = dslopes_ptr
         self.turns_ptr = turns_ptr
+        self.records_ptr = records_ptr
         self.scale = scale
         self.exp_scale = exp_scale
         self.softcap = softcap
@@ -72,6 +80,7 @@ class BackwardProblem:
         self.head_group = head_group
         self.batch_heads = batch_heads
         self.row_blocks = row_blocks
+        self.key_tiles = key_tiles
         self.window_left = window_left
         self.window_right = window_right
         self.stride_slopes = stride_slopes
@@ -79,9 +88,12 @@ class BackwardProblem:
 
 @aggregate
 class KeyTile:
-    """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down."""
+    """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down. Keys, queries and blocks are counted
+    inside a sequence; those of packed ones start at `first_k`, `first_q` and `first_block` of the whole row, those of a batch item at 0.
+    """
 
-    batch: gl.tensor
+    batch: gl.tensor  # 0 for packed sequences, which are one item
+    sequence: gl.tensor  # what has slopes of its own: the batch item or the packed sequence
     head_k: gl.tensor
     block: gl.tensor
     key: gl.tensor  # the first one
@@ -90,10 +102,17 @@ class KeyTile:
     shift: gl.tensor  # query row i stands at position i + shift
     last_block: gl.tensor
     blocks: gl.tensor
+    first_q: gl.tensor
+    first_k: gl.tensor
+    rows_k: gl.tensor  # keys of the sequence, also those beyond its length
+    first_block: gl.tensor  # in LSE, delta and the accumulator of dQ
 
     @constexpr_function
-    def __init__(self, batch, head_k, block, key, keys_end, rows_end, shift, last_block, blocks):
+    def __init__(
+        self, batch, sequence, head_k, block, key, keys_end, rows_end, shift, last_block, blocks, first_q, first_k, rows_k, first_block
+    ):
         self.batch = batch
+        self.sequence = sequence
         self.head_k = head_k
         self.block = block
         self.key = key
@@ -102,15 +121,19 @@ class KeyTile:
         self.shift = shift
         self.last_block = last_block
         self.blocks = blocks
+        self.first_q = first_q
+        self.first_k = first_k
+        self.rows_k = rows_k
+        self.first_block = first_block
 
 
 @jit
 def find_keys(C: gl.constexpr, p, number):
     """The `number`-th tile of keys. Inside a group of heads the first keys of all come first: they are the longest under a causal mask, and
-    a CTA then follows the one whose additions to dQ it waits for at a distance.
+    a CTA then follows the one whose additions to dQ it waits for at a distance. Tiles of packed sequences come as `triton.packed.schedule`
+    ordered them, those of one sequence by rising keys.
     """
-    key_blocks = (p.seqlen_k + C.block_n - 1) >> C.log2_block_n
-    section_size = key_blocks * p.head_group
+    section_size = p.key_tiles * p.head_group
     section = divide(number, section_size)
     inside = number - section * section_size
     first_head = section * p.head_group
@@ -118,12 +141,27 @@ def find_keys(C: gl.constexpr, p, number):
     block = divide(inside, section_heads)
     batch_head = first_head + (inside - block * section_heads)
     batch = divide(batch_head, p.heads_k)
+    sequence = batch
     length_q = p.seqlen_q
     length_k = p.seqlen_k
+    first_q = batch * 0
+    first_k = first_q
+    first_block = first_q
+    rows_k = p.seqlen_k
     if C.lengths_q:
         length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
     if C.lengths_k:
         length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
+    if C.packed:
+        record = p.records_ptr + block * 8
+        sequence = gl.maximum(uniform(gl.load(record)), 0)  # -1: a program too many, whose lengths are 0
+        block = uniform(gl.load(record + 1)) >> C.log2_block_n
+        first_q = uniform(gl.load(record + 2))
+        length_q = uniform(gl.load(record + 4))
+        first_k = uniform(gl.load(record + 5))
+        rows_k = uniform(gl.load(record + 6))
+        length_k = uniform(gl.load(record + 7))
+        first_block = (first_q >> C.log2_block_m) + sequence  # leaves each sequence room for the block that its end shares with the next
     shift = length_k - length_q
     key = block * C.block_n
     begin = length_q * 0
@@ -132,11 +170,44 @@ def find_keys(C: gl.constexpr, p, number):
         begin = gl.maximum(begin, key - shift - p.window_right)
     if C.left:
         end = gl.minimum(end, gl.minimum(key + C.block_n, length_k) - shift + p.window_left)
-    first_block = begin >> C.log2_block_m
     last_block = (end - 1) >> C.log2_block_m
     empty = (end <= begin) | (key >= length_k)
-    blocks = gl.where(empty, 0, last_block - first_block + 1)
-    return KeyTile(batch, batch_head - batch * p.heads_k, block, key, length_k, length_q, shift, last_block, blocks)
+    blocks = gl.where(empty, 0, last_block - (begin >> C.log2_block_m) + 1)
+    head_k = batch_head - batch * p.heads_k
+    return KeyTile(
+        batch, sequence, head_k, block, key, length_k, length_q, shift, last_block, blocks, first_q, first_k, rows_k, first_block
+    )
+
+
+@jit
+def row_of(C: gl.constexpr, p, tile, head, block):
+    """Where a query block starts in LSE, delta and the accumulator of dQ."""
+    return ((tile.batch * p.heads_k * p.group + head) * p.row_blocks + tile.first_block + block) * C.block_m
+
+
+@jit
+def query_coordinates(C: gl.constexpr, tile, head, block):
+    """Where a query block starts in Q and dO, as (batch, head, row, column)."""
+    return tile.batch, head, tile.first_q + block * C.block_m, 0
+
+
+@jit
+def key_coordinates(C: gl.constexpr, tile):
+    """Where the keys start in K, V, dK and dV, as (batch, head, row, column)."""
+    return tile.batch, tile.head_k, tile.first_k + tile.key, 0
+
+
+@jit
+def slope_place(C: gl.constexpr, p, tile, head):
+    """Where a tile writes its share of the gradient of a slope: those of packed sequences at their first key, in a row as long as all keys,
+    which is summed by sequence.
+    """
+    query_head = tile.batch * p.heads_k * p.group + head
+    if C.packed:
+        row, place = p.seqlen_k, tile.first_k + tile.key
+    else:
+        row, place = (p.seqlen_k + C.block_n - 1) >> C.log2_block_n, tile.block
+    return p.dslopes_ptr + query_head.to(gl.int64) * row + place
 
 
 @jit

@@ -256,6 +256,37 @@ def collect(slot, barrier):
     )
 
 
+@jit
+def leave_number(slot, value):
+    """One warp writes a number into shared memory, for whoever waits for a barrier at which it arrives next.
+
+    Nobody says that it was read: there are twice as many slots as buffers of that barrier, so that a slot is written again only when the
+    consumers have given back the buffer of a later use.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; @p st.shared.b32 [$1], $2; bar.warp.sync 0xffffffff; "
+        "mov.b32 $0, 0; }",
+        "=r,r,r",
+        [slot, value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def left_number(slot):
+    """Every warp reads what `leave_number` wrote."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 v; ld.volatile.shared.b32 v, [$1]; shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }",
+        "=r,r",
+        [slot],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @constexpr_function
 def _rescale_text(n):
     first, second = 2 * n, 2 * n + 2  # operands: n results, n tied inputs, n factors; wgmma's rows alternate every two
@@ -281,6 +312,34 @@ def rescale(acc, alpha):
     text: gl.constexpr = _rescale_text(n)
     operands: gl.constexpr = _rescale_operands(n)
     return gl.inline_asm_elementwise(text, operands, [acc, factor], dtype=gl.float32, is_pure=False, pack=n)
+
+
+@constexpr_function
+def _first_rows_text(n, warps):
+    text = (
+        "{ .reg .pred p, q; .reg .u32 t, r; mov.u32 t, %tid.x; "
+        f"shr.u32 r, t, 5; and.b32 r, r, {warps - 1}; shl.b32 r, r, 4; shr.u32 t, t, 2; and.b32 t, t, 7; add.u32 r, r, t; "
+        f"setp.lt.s32 p, r, ${2 * n}; add.u32 r, r, 8; setp.lt.s32 q, r, ${2 * n}; "
+    )
+    for i in range(n):
+        text += f"selp.f32 ${i}, ${i}, 0f00000000, {'q' if (i >> 1) & 1 else 'p'}; "
+    return text + "}"
+
+
+@constexpr_function
+def _first_rows_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@jit
+def first_rows(x, end, warps: gl.constexpr):
+    """A wgmma accumulator, 0 from row `end` on; `warps` share its rows. Row numbers that the compiler knew would be kept through the loop
+    before, and mixed with those that must be uniform there.
+    """
+    n: gl.constexpr = x.shape[0] * x.shape[1] // 256
+    text: gl.constexpr = _first_rows_text(n, warps)
+    operands: gl.constexpr = _first_rows_operands(n)
+    return gl.inline_asm_elementwise(text, operands, [x, end], dtype=gl.float32, is_pure=False, pack=n)
 
 
 @constexpr_function

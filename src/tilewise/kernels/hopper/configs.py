@@ -44,6 +44,9 @@ class Variant:
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
+    packed: bool = False  # sequences one after the other; goes with both lengths
+    listed: bool = False  # a tile's blocks of keys stand in lists
+    log2_list: int = 0  # of the blocks that make a listed one
     store_tma: bool = True  # out leaves through shared memory and TMA; False: from registers
 
     @property
@@ -73,7 +76,7 @@ class Variant:
     @property
     def positional(self) -> bool:
         """Whether blocks other than the rightmost may need a mask."""
-        return self.right or self.left
+        return self.right or self.left or self.listed
 
     @property
     def may_be_empty(self) -> bool:
@@ -81,10 +84,15 @@ class Variant:
         return self.positional or self.lengths_k
 
     @property
+    def ranked(self) -> bool:
+        """Whether the device has put the tiles into an order, by falling cost."""
+        return self.packed or self.listed
+
+    @property
     def longest_first(self) -> bool:
         return self.right and not self.left
 
-    # Numbers of the shared-memory barriers, one after the other; two data words follow.
+    # Numbers of the shared-memory barriers, one after the other; data words follow: two for tiles, of lists two a stage for blocks.
     @property
     def q_full(self) -> int:
         return 0
@@ -122,8 +130,12 @@ class Variant:
         return self.next_empty + 2
 
     @property
-    def barriers(self) -> int:
+    def block_slot(self) -> int:
         return self.next_slot + 2
+
+    @property
+    def barriers(self) -> int:
+        return self.block_slot + (2 * self.stages if self.listed else 0)
 
     @property
     def barrier_words(self) -> int:

@@ -11,7 +11,7 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 |---|---|---|
 | q_full | TMA | consumer: before the first QK of a tile |
 | q_empty | consumer, after the last QK of a tile (without `cross_tile`: after O has left Q's buffer) | producer |
-| k_full, v_full | TMA | every consumer |
+| k_full, v_full | TMA; of lists, the block's number was written before | every consumer |
 | k_empty, v_empty | every consumer, behind the wgmma wait that ends the reading | producer |
 | next_full | producer: the next tile's number is written | every consumer warp |
 | next_empty | every consumer warp: it is read | producer |
@@ -23,6 +23,8 @@ from .barriers import (
     clear_rows,
     collect,
     draw_tile,
+    leave_number,
+    left_number,
     pass_turn,
     phase_of,
     publish,
@@ -60,7 +62,10 @@ from .walk import (
     columns,
     find_tile,
     in_every_warp,
+    item_and_head,
     key_coordinates,
+    listed_block,
+    lists_of,
     mask_scores,
     needs_mask,
     plain_blocks,
@@ -132,6 +137,8 @@ def load_keys(C: gl.constexpr, p, desc, mem, base, tile, block, count):
     CHUNKS: gl.constexpr = C.chunks
     stage = stage_of(count, C.stages)
     wait(base + 8 * (C.k_empty + stage), phase_of(count, C.stages) ^ 1)
+    if C.listed:
+        leave_number(base + 8 * (C.block_slot + stage_of(count, 2 * C.stages)), block)
     full = mem.barriers.index(C.k_full + stage)
     expect_bytes(full, C.k_bytes * C.chunks)
     for c in gl.static_range(CHUNKS):
@@ -152,6 +159,8 @@ def load_values(C: gl.constexpr, p, desc, mem, base, tile, block, count):
 @jit
 def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     """One warp: draws tiles from the counter, tells the consumers, and keeps K one block ahead of V."""
+    if C.packed:
+        p = in_every_warp(C, p)
     programs = gl.num_programs(0)
     base = shared_address(A.barriers, p.seqlen_q)
     loaded = 0
@@ -159,17 +168,26 @@ def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     number = gl.program_id(0)
     while number < p.tiles:
         tile = find_tile(C, p, number)
+        this = number
         number = draw_tile(p.counter_ptr, done) + programs
         load_queries(C, p, desc, mem, base, tile, done)
-        load_keys(C, p, desc, mem, base, tile, tile.last_block, loaded)
+        block = tile.last_block
+        next_block = block - 1
+        if C.listed:
+            # Read one block ahead: the answer comes while TMA waits for a free buffer.
+            lists = lists_of(C, p, this)
+            block, next_block = listed_block(C, lists, 0), listed_block(C, lists, 1)
+        load_keys(C, p, desc, mem, base, tile, block, loaded)
         slot = done & 1
         wait(base + 8 * (C.next_empty + slot), ((done >> 1) & 1) ^ 1)
         publish(base + 8 * (C.next_slot + slot), base + 8 * (C.next_full + slot), number)
         for j in range(tile.blocks - 1):
-            load_keys(C, p, desc, mem, base, tile, tile.last_block - 1 - j, loaded + 1)
-            load_values(C, p, desc, mem, base, tile, tile.last_block - j, loaded)
+            load_keys(C, p, desc, mem, base, tile, next_block, loaded + 1)
+            load_values(C, p, desc, mem, base, tile, block, loaded)
+            block = next_block
+            next_block = listed_block(C, lists, j + 2) if C.listed else block - 1
             loaded += 1
-        load_values(C, p, desc, mem, base, tile, tile.last_block - tile.blocks + 1, loaded)
+        load_values(C, p, desc, mem, base, tile, block, loaded)
         loaded += 1
         done += 1
     retire(p.counter_ptr, done, programs - 1)
@@ -319,6 +337,8 @@ def attend_block(
     k_stage = stage_of(count + 1, C.stages)
     phase = phase_of(count + 1, C.stages)
     wait(base + 8 * (C.k_full + k_stage), phase)
+    if C.listed:
+        block = left_number(base + 8 * (C.block_slot + stage_of(count + 1, 2 * C.stages)))
     if C.tile.ping_pong:
         take_turn(8 + WARPGROUP, 256, count)
     if C.tile.overlap:
@@ -373,23 +393,42 @@ def denominator(C: gl.constexpr, p, tile, m_i, l_i):
 @jit
 def write_out(C: gl.constexpr, p, desc, mem, tile, row, acc, WARPGROUP: gl.constexpr):
     """O [64, dim_v] to memory; the copy by TMA is still under way at the return."""
-    DIM_V: gl.constexpr = C.dim_v
     if C.store_tma:
-        slot: gl.constexpr = out_slot(C, WARPGROUP)
-        o_smem = mem.o.index(slot)
-        o_smem.reshape([64, DIM_V]).store(acc.to(mem.o.dtype))
-        fence_async_shared()
-        batch, head, first, column = query_coordinates(C, p, tile, WARPGROUP, 0)
-        tma_store(desc.o, [batch, head, first, column], o_smem)
+        # TMA clips what lies past the tensor; rows past a packed sequence are another's.
+        if C.packed:
+            if row + 64 <= tile.rows_stop:
+                store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
+            else:
+                store_rows(C, p, tile, row, acc)
+        else:
+            store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
     else:
-        layout: gl.constexpr = acc.type.layout
-        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        cols = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout))
-        batch, head = split_head(p, tile.batch_head)
-        head_offset = batch.to(gl.int64) * p.stride_out_b + head.to(gl.int64) * p.stride_out_h
-        offsets = (rows.to(gl.int64) * p.stride_out_s)[:, None] + cols[None, :]
-        visible = (rows < p.seqlen_q)[:, None] & (cols < p.dim_v)[None, :]
-        gl.store(p.out_ptr + head_offset + offsets, acc.to(p.out_ptr.dtype.element_ty), mask=visible)
+        store_rows(C, p, tile, row, acc)
+
+
+@jit
+def store_by_tma(C: gl.constexpr, p, desc, mem, tile, acc, WARPGROUP: gl.constexpr):
+    DIM_V: gl.constexpr = C.dim_v
+    slot: gl.constexpr = out_slot(C, WARPGROUP)
+    o_smem = mem.o.index(slot)
+    o_smem.reshape([64, DIM_V]).store(acc.to(mem.o.dtype))
+    fence_async_shared()
+    batch, head, first, column = query_coordinates(C, p, tile, WARPGROUP, 0)
+    tma_store(desc.o, [batch, head, first, column], o_smem)
+
+
+@jit
+def store_rows(C: gl.constexpr, p, tile, row, acc):
+    """From registers, those rows that are this sequence's."""
+    DIM_V: gl.constexpr = C.dim_v
+    layout: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout))
+    batch, head = item_and_head(C, p, tile)
+    head_offset = batch.to(gl.int64) * p.stride_out_b + head.to(gl.int64) * p.stride_out_h
+    offsets = (rows.to(gl.int64) * p.stride_out_s)[:, None] + cols[None, :]
+    visible = (rows < tile.rows_stop)[:, None] & (cols < p.dim_v)[None, :]
+    gl.store(p.out_ptr + head_offset + offsets, acc.to(p.out_ptr.dtype.element_ty), mask=visible)
 
 
 @constexpr_function
@@ -416,7 +455,10 @@ def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP:
     if C.may_be_empty or C.lengths_q:
         out = gl.where((factor == 0.0)[:, None], 0.0, out)  # the accumulator may hold NaN there
     write_out(C, p, desc, mem, tile, row, out, WARPGROUP)
-    gl.store(p.lse_ptr + tile.batch_head.to(gl.int64) * p.seqlen_q + rows, lse, mask=rows < p.seqlen_q)
+    batch_head = tile.batch_head
+    if C.packed:
+        _, batch_head = split_head(p, batch_head)
+    gl.store(p.lse_ptr + batch_head.to(gl.int64) * p.seqlen_q + rows, lse, mask=rows < tile.rows_stop)
 
 
 @jit
@@ -429,7 +471,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     next_group: gl.constexpr = (WARPGROUP + 1) % C.warpgroups
-    p = in_every_warp(p)
+    p = in_every_warp(C, p)
     base = shared_address(A.barriers, p.seqlen_q)
     thread = thread_in_warpgroup(p.seqlen_q)
     count = 0  # key blocks done
@@ -437,8 +479,13 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     number = gl.program_id(0)
     if C.tile.ping_pong and C.warpgroups - 1 == WARPGROUP:
         pass_turn(8, 256, p.seqlen_q)
-    wait(base + 8 * (C.q_full + WARPGROUP * C.q_stages), 0)
-    wait(base + 8 * C.k_full, 0)
+    if C.packed:
+        if number < p.tiles:  # there may be fewer tiles than CTAs
+            wait(base + 8 * (C.q_full + WARPGROUP * C.q_stages), 0)
+            wait(base + 8 * C.k_full, 0)
+    else:
+        wait(base + 8 * (C.q_full + WARPGROUP * C.q_stages), 0)
+        wait(base + 8 * C.k_full, 0)
     s = warpgroup_mma_wait(0, deps=[query_key(C, mem, WARPGROUP * C.q_stages, 0)])
     arrive(base + 8 * C.k_empty, thread)
     while number < p.tiles:
@@ -450,10 +497,13 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
             batch, head = split_head(p, tile.batch_head)
             slope = gl.load(p.slopes_ptr + batch * p.stride_slopes + head).to(gl.float32)
         # The scores of the first block were computed at the end of the tile before.
-        s = score(C, p, tile, tile.last_block, row, slope, s)
+        block = tile.last_block
+        if C.listed:
+            block = left_number(base + 8 * (C.block_slot + stage_of(count, 2 * C.stages)))
+        s = score(C, p, tile, block, row, slope, s)
         plain_first, plain_end = plain_blocks(C, p, tile, row)
-        if needs_mask(C, tile.last_block, plain_first, plain_end):
-            s = mask_scores(C, p, tile, tile.last_block, row, s)
+        if needs_mask(C, block, plain_first, plain_end):
+            s = mask_scores(C, p, tile, block, row, s)
         m_i, l_i, prob = first_softmax(C, p, s)
         prob = gl.convert_layout(prob.to(mem.v.dtype), p_layout)
         acc = gl.zeros([64, DIM_V], gl.float32, layout=o_layout)
@@ -543,6 +593,10 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "row_blocks",
         "batch_heads",
         "tiles",
+        "partial_width",
+        "full_width",
+        "list_batch",
+        "list_head",
         "head_group",
         "window_left",
         "window_right",
@@ -552,7 +606,16 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_out_h",
         "stride_out_s",
     ],
-    do_not_specialize_on_alignment=["out_ptr", "lengths_q_ptr", "lengths_k_ptr", "slopes_ptr", "sink_ptr"],
+    do_not_specialize_on_alignment=[
+        "out_ptr",
+        "lengths_q_ptr",
+        "lengths_k_ptr",
+        "slopes_ptr",
+        "sink_ptr",
+        "records_ptr",
+        "partial_ptr",
+        "full_ptr",
+    ],
 )
 def attention_forward(
     q_desc,
@@ -566,6 +629,9 @@ def attention_forward(
     lengths_k_ptr,
     slopes_ptr,
     sink_ptr,
+    records_ptr,
+    partial_ptr,
+    full_ptr,
     scale,
     exp_scale,
     softcap,
@@ -576,6 +642,10 @@ def attention_forward(
     row_blocks,
     batch_heads,
     tiles,
+    partial_width,
+    full_width,
+    list_batch,
+    list_head,
     head_group,
     window_left,
     window_right,
@@ -632,6 +702,9 @@ def attention_forward(
         lengths_k_ptr,
         slopes_ptr,
         sink_ptr,
+        records_ptr,
+        partial_ptr,
+        full_ptr,
         scale,
         exp_scale,
         softcap,
@@ -642,6 +715,10 @@ def attention_forward(
         row_blocks,
         batch_heads,
         tiles,
+        partial_width,
+        full_width,
+        list_batch,
+        list_head,
         head_group,
         window_left,
         window_right,

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate
 
 from ..kernel_cache import prepare
+from ..triton.launching import Descriptor
 
 __all__ = [
     "BarrierLayout",
@@ -97,17 +98,6 @@ expect_bytes = mbarrier.expect  # the byte count is positional: its keyword diff
 def shared_layout(swizzle_bytes: int, rank: int, element_bits: int = 16) -> gl.NVMMASharedLayout:
     """The layout in which TMA writes a tile and wgmma reads it: rows of `swizzle_bytes`, swizzled inside that width."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle_bytes, element_bitwidth=element_bits, rank=rank)
-
-
-class Descriptor:
-    """What Triton's launcher reads of a host tensor descriptor; the checks of its own class were done once for the call."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
 
 
 def compile_kernel(fn, signature: dict[str, str], constants: dict, *, num_warps: int, maxnreg: int):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Operands, Outputs, Rules
+from .. import replay
 from . import tma_refusal
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
@@ -55,6 +56,9 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
         "counter_ptr": "*i32",
         "lengths_q_ptr": "*i32",
         "lengths_k_ptr": "*i32",
+        "records_ptr": "*i32",
+        "partial_ptr": "*i32",
+        "full_ptr": "*i32",
         "slopes_ptr": f"*{slopes}",
         "sink_ptr": f"*{sink}",
         "scale": "fp32",
@@ -86,7 +90,7 @@ def barrier_address(ptx: str) -> int:
 def addresses_in(ptx: str, variant: Variant) -> Addresses:
     """Where the compiler placed the barriers and, for a variant with key lengths, the V tiles."""
     found = _barrier_offsets(ptx)
-    marks = found.pop(V_MARK.value, [0])
+    marks = found.pop(V_MARK.value, None) or [0]  # nothing is added to reach the start
     return Addresses(min(x for offsets in found.values() for x in offsets), marks[0])
 
 
@@ -120,28 +124,33 @@ def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addr
 def tile_of(t: Operands, r: Rules) -> Tile:
     """The tile that serves a call, by its shape and rules."""
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
-    lengths = t.seqused_q is not None or t.seqused_k is not None
-    plain = not (r.window_left >= 0 or transforms or lengths or t.sink is not None) and r.window_right <= 0
+    lengths = t.seqused_q is not None or t.seqused_k is not None or t.cu_seqlens_q is not None
+    plain = not (r.window_left >= 0 or transforms or lengths or t.blocks is not None or t.sink is not None) and r.window_right <= 0
     return TILES[tile_name(t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2], r.window_right >= 0, plain)]
 
 
 def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
     """The kernel that serves a call; `why_not` has said that one does."""
     chunk, chunks = tile_columns(t.q.shape[3])
+    packed = t.cu_seqlens_q is not None
+    tile = tile_of(t, r)
     return Variant(
-        tile=tile_of(t, r),
+        tile=tile,
         dtype=_DTYPES[t.q.dtype],
         chunk=chunk,
         chunks=chunks,
         dim_v=value_columns(t.v.shape[3]),
         right=r.window_right >= 0,
         left=r.window_left >= 0,
-        lengths_q=t.seqused_q is not None,
-        lengths_k=t.seqused_k is not None,
+        lengths_q=t.seqused_q is not None or packed,
+        lengths_k=t.seqused_k is not None or packed,
         scale_first=r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None,
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         sink=t.sink is not None,
+        packed=packed,
+        listed=t.blocks is not None,
+        log2_list=0 if t.blocks is None else (t.blocks.block_n // tile.block_n).bit_length() - 1,
         store_tma=out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
     )
 
@@ -160,6 +169,8 @@ def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
         t.v.shape[3],
         r.window_right >= 0,
         r.window_left >= 0,
+        t.cu_seqlens_q is None,
+        None if t.blocks is None else t.blocks.block_n,
         t.seqused_q is None,
         t.seqused_k is None,
         r.softmax_scale <= 0,
@@ -190,6 +201,7 @@ def descriptor(x: Tensor) -> Descriptor:
     return Descriptor(x, [*shape], [b if shape[0] > 1 else 8, h if shape[1] > 1 else 8, s if shape[2] > 1 else 8, 1])
 
 
+_NO_LISTS = (0, 0, 0, 0)
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
@@ -201,7 +213,7 @@ def counter(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     pair = _counters.get(key)
     if pair is None:
         pair = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -221,6 +233,43 @@ def head_group(heads: int, group: int, bytes_per_key_head: int) -> int:
     return size
 
 
+def packed_records(t: Operands, r: Rules, block_m: int) -> Tensor:
+    """int32 (room for the tiles of a head + 1, 8): where each tile of packed sequences lies, the longest walks first."""
+    from ..triton.launch import Launch
+    from ..triton.packed import scheduled
+
+    tiles, _ = scheduled(Launch(t, r), block_m, over_keys=False)
+    assert tiles.records is not None
+    return tiles.records
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """The lists of blocks of keys that tiles visit, and where the device says which tile has which."""
+
+    records: Tensor
+    partial: Tensor
+    full: Tensor
+
+    @classmethod
+    def of(cls, t: Operands, r: Rules, block_m: int) -> Lists:
+        from .list_records import ranked
+
+        blocks = t.blocks
+        assert blocks is not None
+        num, partial, full_num, full = (x.contiguous() for x in (blocks.kv_num, blocks.kv_idx, blocks.kv_full_num, blocks.kv_full_idx))
+        tiles = -(-t.q.shape[2] // block_m)
+        offset = (t.k.shape[2] - t.q.shape[2]) // blocks.block_n
+        step = block_m // blocks.block_n
+        ends = (offset + step, step) if r.window_right >= 0 else None
+        return cls(ranked((num, partial, full_num, full), tiles, blocks.block_m // block_m, ends), partial, full)
+
+    def arguments(self) -> tuple[int, int, int, int]:
+        """Entries from one block of queries to the next in both lists; heads from one batch item and from one head to the next."""
+        batch, heads = self.records.shape[:2]
+        return self.partial.shape[3], self.full.shape[3], 0 if batch == 1 else heads, 0 if heads == 1 else 1
+
+
 def launch(t: Operands, r: Rules, out: Outputs) -> None:
     """Fill out.out and out.lse. Shapes and strides as `why_not` allows them, no dimension of size 0, on the current device."""
     q, k, v = t.q, t.k, t.v
@@ -233,12 +282,21 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
     o_desc = descriptor(out.out) if variant.store_tma else v_desc
     row_blocks = -(-seqlen_q // variant.block_m)
+    records: Tensor | None = None
+    lists: Lists | None = None
+    if variant.packed:
+        records = packed_records(t, r, variant.block_m)
+        row_blocks = records.shape[0] - 1
+    elif variant.listed:
+        lists = Lists.of(t, r, variant.block_m)
+        records = lists.records
     tiles = row_blocks * batch * heads
-    tickets = counter(device)
+    tickets = replay.asked(counter, device)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = out.lse.data_ptr()
-    kernel = prepared.kernel[(min(multiprocessors(device.index), tiles), 1, 1)]
-    kernel(
+    replay.start(
+        prepared.kernel,
+        min(multiprocessors(device.index), tiles),
         q_desc,
         k_desc,
         v_desc,
@@ -250,6 +308,9 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         pointer if t.seqused_k is None else t.seqused_k.data_ptr(),
         pointer if slopes is None else slopes.data_ptr(),
         pointer if sink is None else sink.data_ptr(),
+        pointer if records is None else records.data_ptr(),
+        pointer if lists is None else lists.partial.data_ptr(),
+        pointer if lists is None else lists.full.data_ptr(),
         r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale,
         LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E,
         r.softcap,
@@ -260,6 +321,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         row_blocks,
         batch * heads,
         tiles,
+        *(_NO_LISTS if lists is None else lists.arguments()),
         head_group(batch * heads, heads // heads_k, seqlen_k * (q.shape[3] + v.shape[3]) * q.element_size()),
         min(r.window_left, furthest),
         min(r.window_right, furthest),

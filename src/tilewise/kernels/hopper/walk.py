@@ -19,6 +19,9 @@ class Problem:
     lengths_k_ptr: gl.tensor
     slopes_ptr: gl.tensor
     sink_ptr: gl.tensor
+    records_ptr: gl.tensor  # of packed sequences and of lists: what each tile is, see `packed_tile` and `listed_tile`
+    partial_ptr: gl.tensor  # of lists: the blocks of keys that a mask cuts, and those that it leaves whole
+    full_ptr: gl.tensor
     scale: gl.tensor  # of q.k, where it is applied before the maximum
     exp_scale: gl.tensor  # turns a score into the exponent of 2
     softcap: gl.tensor
@@ -29,6 +32,10 @@ class Problem:
     row_blocks: gl.tensor
     batch_heads: gl.tensor
     tiles: gl.tensor
+    partial_width: gl.tensor  # of lists: entries from one block of queries to the next
+    full_width: gl.tensor
+    list_batch: gl.tensor  # of lists: heads from one batch item to the next, and from one head to the next, 0 where they share
+    list_head: gl.tensor
     head_group: gl.tensor  # heads whose K and V share the L2 cache
     window_left: gl.tensor
     window_right: gl.tensor
@@ -48,6 +55,9 @@ class Problem:
         lengths_k_ptr,
         slopes_ptr,
         sink_ptr,
+        records_ptr,
+        partial_ptr,
+        full_ptr,
         scale,
         exp_scale,
         softcap,
@@ -58,6 +68,10 @@ class Problem:
         row_blocks,
         batch_heads,
         tiles,
+        partial_width,
+        full_width,
+        list_batch,
+        list_head,
         head_group,
         window_left,
         window_right,
@@ -74,6 +88,9 @@ class Problem:
         self.lengths_k_ptr = lengths_k_ptr
         self.slopes_ptr = slopes_ptr
         self.sink_ptr = sink_ptr
+        self.records_ptr = records_ptr
+        self.partial_ptr = partial_ptr
+        self.full_ptr = full_ptr
         self.scale = scale
         self.exp_scale = exp_scale
         self.softcap = softcap
@@ -84,6 +101,10 @@ class Problem:
         self.row_blocks = row_blocks
         self.batch_heads = batch_heads
         self.tiles = tiles
+        self.partial_width = partial_width
+        self.full_width = full_width
+        self.list_batch = list_batch
+        self.list_head = list_head
         self.head_group = head_group
         self.window_left = window_left
         self.window_right = window_right
@@ -95,8 +116,13 @@ class Problem:
 
 
 @jit
-def in_every_warp(p):
+def in_every_warp(C: gl.constexpr, p):
     """The problem as a worker warp should hold it: the integers that steer loops and addresses marked warp-uniform."""
+    row_blocks, tiles, batch_heads = uniform(p.row_blocks), uniform(p.tiles), uniform(p.batch_heads)
+    if C.packed:
+        # Only the device knows how many tiles there are of those that there is room for.
+        row_blocks = uniform(gl.load(p.records_ptr + row_blocks * 8))
+        tiles = row_blocks * batch_heads
     return Problem(
         p.lse_ptr,
         p.out_ptr,
@@ -105,6 +131,9 @@ def in_every_warp(p):
         p.lengths_k_ptr,
         p.slopes_ptr,
         p.sink_ptr,
+        p.records_ptr,
+        p.partial_ptr,
+        p.full_ptr,
         p.scale,
         p.exp_scale,
         p.softcap,
@@ -112,9 +141,13 @@ def in_every_warp(p):
         uniform(p.seqlen_k),
         uniform(p.heads),
         uniform(p.group),
-        uniform(p.row_blocks),
-        uniform(p.batch_heads),
-        uniform(p.tiles),
+        row_blocks,
+        batch_heads,
+        tiles,
+        p.partial_width,
+        p.full_width,
+        uniform(p.list_batch),
+        uniform(p.list_head),
         uniform(p.head_group),
         uniform(p.window_left),
         uniform(p.window_right),
@@ -133,6 +166,7 @@ class Tile:
     batch_head: gl.tensor
     row: gl.tensor  # first query row
     rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
+    rows_stop: gl.tensor  # rows from here on are not of this sequence: they are not written
     origin: gl.tensor  # the first key that some query sees; blocks and positions count from it
     shift: gl.tensor  # query row i stands at position i + shift
     keys_end: gl.tensor  # keys from here on are masked
@@ -140,10 +174,11 @@ class Tile:
     blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
 
     @constexpr_function
-    def __init__(self, batch_head, row, rows_end, origin, shift, keys_end, last_block, blocks):
+    def __init__(self, batch_head, row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
         self.batch_head = batch_head
         self.row = row
         self.rows_end = rows_end
+        self.rows_stop = rows_stop
         self.origin = origin
         self.shift = shift
         self.keys_end = keys_end
@@ -165,33 +200,119 @@ def split_head(p, batch_head):
 
 
 @jit
-def find_tile(C: gl.constexpr, p, number):
-    """The `number`-th tile. Where rows differ in length, long ones come first inside a group of heads whose K and V fit into L2."""
-    if C.longest_first:
+def item_and_head(C: gl.constexpr, p, tile):
+    """Where the tensors hold a tile's head: packed sequences all lie in the first batch item."""
+    batch, head = split_head(p, tile.batch_head)
+    if C.packed:
+        batch = batch * 0
+    return batch, head
+
+
+@jit
+def packed_tile(p, slot):
+    """What `kernels.triton.packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real
+    rows that the sequence has of queries, and the first and the number of its real keys."""
+    record_ptr = p.records_ptr + slot * 8
+    sequence, row = uniform(gl.load(record_ptr)), uniform(gl.load(record_ptr + 1))
+    first_q, rows_q, length_q = uniform(gl.load(record_ptr + 2)), uniform(gl.load(record_ptr + 3)), uniform(gl.load(record_ptr + 4))
+    first_k, length_k = uniform(gl.load(record_ptr + 5)), uniform(gl.load(record_ptr + 7))
+    return gl.maximum(sequence, 0), row, first_q, rows_q, length_q, first_k, length_k
+
+
+@jit
+def place(C: gl.constexpr, p, number):
+    """(row block, head of a batch item) of the `number`-th tile. Where rows differ in length, long ones come first inside a group of heads
+    whose K and V fit into L2."""
+    if C.longest_first or C.ranked:
         section_size = p.row_blocks * p.head_group
         section = divide(number, section_size)
         inside = number - section * section_size
         first_head = section * p.head_group
         section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
         step = divide(inside, section_heads)
-        row_block = p.row_blocks - 1 - step
+        row_block = step if C.ranked else p.row_blocks - 1 - step
         batch_head = first_head + (inside - step * section_heads)
     else:
         batch_head = divide(number, p.row_blocks)
         row_block = number - batch_head * p.row_blocks
-    batch, _ = split_head(p, batch_head)
-    length_q = p.seqlen_q
-    length_k = p.seqlen_k
-    if C.lengths_q:
-        length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
-    if C.lengths_k:
-        length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
-    row = row_block * C.block_m
-    shift = length_k - length_q
+    return row_block, batch_head
+
+
+@jit
+def list_record(C: gl.constexpr, p, number):
+    """Where `list_records.ranked` says of a tile: its number by rows, entries of its partial and full list, and the row of these lists."""
+    rank, batch_head = place(C, p, number)
+    batch, head = split_head(p, batch_head)
+    return p.records_ptr + ((batch * p.list_batch + head * p.list_head) * p.row_blocks + rank) * 4, batch_head
+
+
+@jit
+def listed_tile(C: gl.constexpr, p, number):
+    """A tile whose blocks stand in lists: consumers take their numbers from the producer (`listed_block`), one by one."""
+    record_ptr, batch_head = list_record(C, p, number)
+    row = uniform(gl.load(record_ptr)) * C.block_m
+    entries = uniform(gl.load(record_ptr + 1) + gl.load(record_ptr + 2))
+    none = row * 0
+    blocks = gl.where(entries == 0, 1, entries << C.log2_list)
+    keys_end = gl.where(entries == 0, 0, p.seqlen_k)
+    return Tile(batch_head, row, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
+
+
+@jit
+def lists_of(C: gl.constexpr, p, number):
+    """The partial and the full list of a tile, and their lengths."""
+    record_ptr, _ = list_record(C, p, number)
+    list_row = gl.load(record_ptr + 3).to(gl.int64)
+    partial_ptr, full_ptr = p.partial_ptr + list_row * p.partial_width, p.full_ptr + list_row * p.full_width
+    return partial_ptr, full_ptr, gl.load(record_ptr + 1), gl.load(record_ptr + 2)
+
+
+@jit
+def listed_block(C: gl.constexpr, lists, j):
+    """The j-th block of keys that a tile visits: those of its partial list, then those of its full one. Past the end nothing is read."""
+    partial_ptr, full_ptr, num_partial, num_full = lists
+    entry = j >> C.log2_list
+    entry_ptr = gl.where(entry < num_partial, partial_ptr + entry, full_ptr + (entry - num_partial))
+    start = gl.load(entry_ptr, mask=entry < num_partial + num_full, other=0)
+    return (start << C.log2_list) + (j - (entry << C.log2_list))
+
+
+@jit
+def find_tile(C: gl.constexpr, p, number):
+    """The `number`-th tile."""
+    return listed_tile(C, p, number) if C.listed else ranged_tile(C, p, number)
+
+
+@jit
+def ranged_tile(C: gl.constexpr, p, number):
+    """A tile whose blocks are all those of a range."""
+    row_block, batch_head = place(C, p, number)
+    if C.packed:
+        # Rows count from the start of the tensor, so that positions are all that knows of sequences; keys count from the sequence's first.
+        sequence, row, first_q, rows_q, length_q, first_k, length_k = packed_tile(p, row_block)
+        batch_head = sequence * p.heads + batch_head
+        shift = length_k - length_q - first_q
+        row = row + first_q
+        rows_end = first_q + length_q
+        rows_stop = first_q + rows_q
+        first_position = length_k - length_q
+    else:
+        batch, _ = split_head(p, batch_head)
+        length_q = p.seqlen_q
+        length_k = p.seqlen_k
+        if C.lengths_q:
+            length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
+        if C.lengths_k:
+            length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
+        row = row_block * C.block_m
+        shift = length_k - length_q
+        rows_end = length_q
+        rows_stop = p.seqlen_q
+        first_position = shift
     origin = length_k * 0
     if C.left:
         # Keys that are too far left for every query are never loaded: hidden V rows would meet P as 0 * NaN.
-        origin = gl.maximum(shift - p.window_left, 0)
+        origin = gl.maximum(first_position - p.window_left, 0)
         shift = shift - origin
         length_k = length_k - origin
     end = length_k
@@ -207,24 +328,26 @@ def find_tile(C: gl.constexpr, p, number):
     if C.may_be_empty or C.lengths_q:
         empty = end <= begin
         if C.lengths_q:
-            empty = empty | (row >= length_q)
+            empty = empty | (row >= rows_end)
         blocks = gl.where(empty, 1, blocks)
         last_block = gl.where(empty, 0, last_block)
         keys_end = gl.where(empty, 0, length_k)
-    return Tile(batch_head, row, length_q, origin, shift, keys_end, last_block, blocks)
+    if C.packed:
+        origin = origin + first_k
+    return Tile(batch_head, row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
 
 
 @jit
 def query_coordinates(C: gl.constexpr, p, tile, warpgroup: gl.constexpr, column: gl.constexpr):
     """Where a warp group's rows start in Q and O, as (batch, head, row, column)."""
-    batch, head = split_head(p, tile.batch_head)
+    batch, head = item_and_head(C, p, tile)
     return batch, head, tile.row + 64 * warpgroup, column
 
 
 @jit
 def key_coordinates(C: gl.constexpr, p, tile, block, column: gl.constexpr):
     """Where a block of keys starts in K and V, as (batch, head, row, column)."""
-    batch, head = split_head(p, tile.batch_head)
+    batch, head = item_and_head(C, p, tile)
     return batch, divide(head, p.group), tile.origin + block * C.block_n, column
 
 

@@ -32,7 +32,7 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
         "they add gradients of tensors that score_mod captures in the order of arrival, and deterministic=True asks for one order": (
             request.backward and r.deterministic and "captured" in request.needs and bool(r.score_mod)
         ),
-        f"they do not compute {' and '.join(aux)}": bool(aux),
+        f"they do not compute the gradient of {' and '.join(aux)}": bool(aux) and request.backward,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

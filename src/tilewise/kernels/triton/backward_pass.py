@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .bias_gradient import launch_bias_gradient
 from .dkdv import launch_dkdv
 from .dq import launch_dq
+from .finite import nonfinite_flag, worth_a_flag
 from .launch import Launch, alignment
 from .packed import by_place, by_sequence, sequence_records
 from .row_terms import row_terms_of
@@ -48,13 +49,14 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
         dout = dout.to(t.q.dtype)
         if alignment(dout) == 1:
             dout = dout.contiguous()
+        flag = nonfinite_flag(t.q, t.k, dout) if worth_a_flag(call) else None  # dkdv multiplies zeros with Q and dO, dq with K
         if grads.dk is not None or grads.dv is not None or bias_cols is not None:
-            launch_dkdv(call, t, dout, rows, grads, bias_cols)
+            launch_dkdv(call, t, dout, rows, flag, grads, bias_cols)
         for x in grads.dcaptured:
             if x is not None:
                 x.zero_()
         if any(x is not None for x in (grads.dq, bias_rows, slope_rows, bias_tiles, *grads.dcaptured)):
-            launch_dq(call, t, dout, rows, grads.dq, bias_rows, slope_rows, bias_tiles, grads.dcaptured)
+            launch_dq(call, t, dout, rows, flag, grads.dq, bias_rows, slope_rows, bias_tiles, grads.dcaptured)
         sequences = None if dbias is None and slope_rows is None else sequence_records(call)
         if dbias is not None and all(x is None for x in (bias_rows, bias_cols, bias_tiles)):
             launch_bias_gradient(call, t, dout, rows, dbias, sequences)

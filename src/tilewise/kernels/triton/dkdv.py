@@ -9,8 +9,8 @@ import triton.language as tl
 
 from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
-from .configs import DKDV
-from .launch import RUNTIME, Launch, alignment, describable, source, strides
+from .configs import DKDV, Config
+from .launch import RUNTIME, Arguments, Launch, alignment, describable, source, strides
 from .packed import key_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -23,6 +23,7 @@ from .tiles import (
     load_rows,
     load_tile,
     matrix_of,
+    other_variant,
     packed_tile,
     probabilities,
     product_gradient,
@@ -46,7 +47,7 @@ def walk_queries(
     listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
@@ -72,7 +73,7 @@ def walk_queries(
             rest = load_rows(rest_ptr + offs_m, offs_m, len_q, 0.0, PACKED)[None, :]
         p = probabilities(s, lse[None, :], rest, base2, NATURAL)
         do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
-        if MASKED and SANITIZE:
+        if MASKED and HIDE:
             q_tile = hide_rows(q_tile, s != NEG_INF, 0)
             do_tile = hide_rows(do_tile, s != NEG_INF, 0)
         kept = p
@@ -108,7 +109,7 @@ def one_head_dkdv(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr,
     TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
     len_k, window_left, window_right = span[1], span[2], span[3]
@@ -150,7 +151,7 @@ def one_head_dkdv(
             dk, dv, cols = walk_queries(
                 dk, dv, cols, k, v, q, do, lse, rest, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop,
                 keep_scale, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
-                bias_cols_ptr is not None, TMA, TMA_DO, NATURAL, SANITIZE, DENSE, PRECISION, part != 0)  # fmt: skip
+                bias_cols_ptr is not None, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE, PRECISION, part != 0)  # fmt: skip
     if bias_cols_ptr is not None:
         tl.store(bias_cols_ptr + col + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < rows_k)
     return dk, dv
@@ -169,13 +170,15 @@ def attention_dkdv(
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
-    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes,
+    dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, lists_ptr, list_sizes, nonfinite_ptr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, over all query heads that read it. Under a causal mask the first tiles are the longest."""
+    if other_variant(nonfinite_ptr, HIDE):
+        return
     if tiles_ptr is None:
         num_n = tl.cdiv(size_k, BLOCK_N)
         tile, bh = tl.program_id(0) % num_n, tl.program_id(0) // num_n
@@ -211,7 +214,7 @@ def attention_dkdv(
                 slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k * group + g, n0, heads, row_blocks, size_k, span, scale,
                 softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
                 lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE,
+                dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE,
                 PRECISION)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
@@ -222,7 +225,7 @@ def attention_dkdv(
             slopes_ptr, stride_slopes_b, stride_slopes_h, seed_ptr, b, head_k, n0, heads, row_blocks, size_k, span, scale,
             softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
             lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-            dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, DENSE,
+            dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE,
             PRECISION)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
@@ -233,19 +236,24 @@ def attention_dkdv(
         store_tile(dv_head, tl.where(used, dv * keep_scale, 0.0), n0, rows_k, BLOCK_N, BLOCK_DV, DV)
 
 
-def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: Gradients, bias_cols: Tensor | None) -> None:
+def launch_dkdv(
+    call: Launch, t: Operands, dout: Tensor, rows: RowTerms, flag: Tensor | None, grads: Gradients, bias_cols: Tensor | None
+) -> None:
     """Fill ``grads.dk`` and ``grads.dv`` where asked for, and sums over queries (B, Hq, Sk) for a bias that all queries share."""
     config = call.config(DKDV)
-    if call.repeat(attention_dkdv, (dout, grads.dk, grads.dv, rows.lse, rows.rest, rows.delta, bias_cols), config):
-        return
+    further = (dout, grads.dk, grads.dv, rows.lse, rows.rest, rows.delta, bias_cols)
+    call.run_tiles(attention_dkdv, further, config, flag, lambda: dkdv_arguments(call, t, dout, rows, grads, bias_cols, config))
+
+
+def dkdv_arguments(
+    call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: Gradients, bias_cols: Tensor | None, config: Config
+) -> Arguments:
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     written = [x for x in (grads.dk, grads.dv) if x is not None]
     align = alignment(t.q, t.k, t.v, dout, *written)
     tiles = key_tiles(call, config.block_n)
-    call.run(
-        attention_dkdv,
-        tiles.count * call.heads_k,
+    given = (
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -262,12 +270,15 @@ def launch_dkdv(call: Launch, t: Operands, dout: Tensor, rows: RowTerms, grads: 
         *strides(dout, align),
         *strides(grads.dk, align),
         *strides(grads.dv, align),
+    )
+    named = {
         **call.rule_arguments,
         **tiles.arguments(),
         **call.query_lists(config),
-        row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
-        SCORE_GRAD=call.score_gradient(),
+        "row_blocks": rows.lse.shape[2] // configs.ROW_BLOCK,
+        "SCORE_GRAD": call.score_gradient(),
         **call.constants(config, align, tma),
-        TMA_DO=tma_do,
-        GROUPED=call.heads != call.heads_k,
-    )
+        "TMA_DO": tma_do,
+        "GROUPED": call.heads != call.heads_k,
+    }
+    return Arguments(tiles.count * call.heads_k, given, named)

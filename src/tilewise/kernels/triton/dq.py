@@ -10,8 +10,8 @@ import triton.language as tl
 
 from . import configs
 from .block_lists import listed_end, listed_start, lists_of, ordered_tile
-from .configs import DQ
-from .launch import RUNTIME, Launch, alignment, describable, matrix_alignment, matrix_strides, source, strides
+from .configs import DQ, Config
+from .launch import RUNTIME, Arguments, Launch, alignment, describable, matrix_alignment, matrix_strides, source, strides
 from .packed import query_tiles
 from .row_terms import RowTerms
 from .tiles import (
@@ -26,6 +26,7 @@ from .tiles import (
     load_tile,
     matrix_of,
     matrix_pointers,
+    other_variant,
     packed_tile,
     product_gradient,
     store_tile,
@@ -46,7 +47,7 @@ def walk_keys(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, DENSE: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to a tile of queries. As in the forward pass, a block list changes only `n0`."""
     MASKED: tl.constexpr = CUT or DENSE
@@ -68,7 +69,7 @@ def walk_keys(
         if dbias is not None:
             tl.store(matrix_pointers(dbias, offs_m, offs_n), ds, mask=inside_matrix(offs_m, offs_n, span, CUT))
         if WANT_DQ:
-            if MASKED and SANITIZE:
+            if MASKED and HIDE:
                 k_tile = hide_rows(k_tile, s != NEG_INF, 0)
             ds = product_gradient(ds, capped, rules)
             dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [M, D]
@@ -89,13 +90,16 @@ def attention_dq(
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
     heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale, tiles_ptr, slots, captured_ptr, captured_sizes, dcaptured_ptr, lists_ptr, list_sizes,
+    nonfinite_ptr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, DBIAS_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr,
     TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
+    if other_variant(nonfinite_ptr, HIDE):
+        return
     if tiles_ptr is None:
         num_m = tl.cdiv(size_q, BLOCK_M)
         tile, bh = tl.program_id(0) % num_m, tl.program_id(0) // num_m
@@ -165,7 +169,7 @@ def attention_dq(
                 mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV,
                 BLOCK_N,
                 dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
-                TMA, NATURAL, SANITIZE, PRECISION, part != 1)  # fmt: skip
+                TMA, NATURAL, SANITIZE, HIDE, PRECISION, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
         dq_head = (head_of(dq_ptr, at_q, stride_dqb, stride_dqh, stride_dqs, ALIGN, False), stride_dqs * ALIGN, stride_dqd, at_q)
@@ -177,22 +181,28 @@ def attention_dq(
 
 
 def launch_dq(
-    call: Launch, t: Operands, dout: Tensor, rows: RowTerms,
+    call: Launch, t: Operands, dout: Tensor, rows: RowTerms, flag: Tensor | None,
     dq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None, dcaptured: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
     """Fill what is not None: dQ, sums over keys (B, Hq, Sq) for a bias with one column and for the slopes, and a bias's own gradient. Add
     to the gradients of captured tensors, float32 and contiguous."""
-    wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     config = call.config(DQ)
-    if call.repeat(attention_dq, (dout, dq, rows.lse, rows.rest, rows.delta, bias_rows, slope_rows, dbias), config):
-        return
+    further = (dout, dq, rows.lse, rows.rest, rows.delta, bias_rows, slope_rows, dbias)
+    given = (call, t, dout, rows, dq, bias_rows, slope_rows, dbias, dcaptured, config)
+    call.run_tiles(attention_dq, further, config, flag, lambda: dq_arguments(*given))
+
+
+def dq_arguments(
+    call: Launch, t: Operands, dout: Tensor, rows: RowTerms,
+    dq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None, dcaptured: Sequence[Tensor | None],
+    config: Config,
+) -> Arguments:  # fmt: skip
+    wanted = frozenset(slot for slot, x in enumerate(dcaptured) if x is not None)
     tma = config.descriptors and describable(t.q, t.k, t.v)
     tma_do = config.descriptors and describable(dout)
     align = alignment(t.q, t.k, t.v, dout, *([] if dq is None else [dq]))
     tiles = query_tiles(call, config.block_m)
-    call.run(
-        attention_dq,
-        tiles.count * call.heads,
+    given = (
         source(t.q, config.block_m, call.block_d, tma),
         source(t.k, config.block_n, call.block_d, tma),
         source(t.v, config.block_n, call.block_dv, tma),
@@ -210,13 +220,16 @@ def launch_dq(
         *strides(t.v, align),
         *strides(dout, align),
         *strides(dq, align),
+    )
+    named = {
         **call.rule_arguments,
         **tiles.arguments(),
         **call.key_lists(config),
-        row_blocks=rows.lse.shape[2] // configs.ROW_BLOCK,
-        dcaptured_ptr=tuple(dcaptured) if wanted else None,
-        SCORE_GRAD=call.score_gradient(wanted),
+        "row_blocks": rows.lse.shape[2] // configs.ROW_BLOCK,
+        "dcaptured_ptr": tuple(dcaptured) if wanted else None,
+        "SCORE_GRAD": call.score_gradient(wanted),
         **call.constants(config, align, tma),
-        TMA_DO=tma_do,
-        DBIAS_ALIGN=matrix_alignment(dbias),
-    )
+        "TMA_DO": tma_do,
+        "DBIAS_ALIGN": matrix_alignment(dbias),
+    }
+    return Arguments(tiles.count * call.heads, given, named)

@@ -6,13 +6,15 @@ import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kernel_cache import prepare
 from .configs import DBIAS, ROW_BLOCK, Config, architecture, choose, features, padded, shared_limit
 from .recipes import Launcher, run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
     from ...plan import Operands, Rules
@@ -23,7 +25,7 @@ __all__ = ["RUNTIME", "Launch", "run"]
 prepare()
 
 # Runtime values that no compiled kernel depends on: without this list Triton would compile anew for a length of 1 or a multiple of 16.
-RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bhsd"]
+RUNTIME = [f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv", "x") for dim in "bhsd"]
 RUNTIME += [f"stride_{x}_{dim}" for x in ("bias", "mask", "slopes", "dlse", "dbias") for dim in "bhmn"]
 RUNTIME += ["heads", "group", "size_q", "size_k", "row_blocks", "row_tiles", "window_left", "window_right", "dropout_threshold"]
 RUNTIME += ["bias_batch", "bias_heads", "shared_batch", "shared_heads"]
@@ -44,6 +46,14 @@ def raw_scores(scale: float, softcap: float, biased: bool) -> bool:
 def power_of_two_at_least(x: float) -> float:
     mantissa, exponent = math.frexp(x)
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else min(exponent, 127))
+
+
+class Arguments(NamedTuple):
+    """Of a launch: how many programs, and what they are given by place and by name."""
+
+    programs: int
+    given: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 class Launch(Launcher):
@@ -158,6 +168,20 @@ class Launch(Launcher):
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
+
+    def run_tiles(
+        self, kernel: Any, further: Sequence[Tensor | None], config: Config, flag: Tensor | None, arguments: Callable[[], Arguments]
+    ) -> None:
+        """Launch a kernel that walks tiles as both of its variants, of which the flag (`finite`) lets one run, or without a flag as the one
+        that is safe. One kernel with both loops would keep the faster from the registers and blocks that it could have alone."""
+        worked_out: Arguments | None = None
+        for hide in (self.sanitize,) if flag is None else (False, True):
+            if self.repeat(kernel, (*further, flag), (config, hide)):
+                continue
+            if worked_out is None:
+                worked_out = arguments()
+            programs, given, named = worked_out
+            self.run(kernel, programs, *given, **named, nonfinite_ptr=flag, HIDE=hide)
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which need not be that of the tensors."""

@@ -53,7 +53,8 @@ def schedule(
     sequences, size_q, size_k, most_q, most_k, slots,
     OVER_KEYS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the records of CHUNK sequences' tiles, and of the sequences themselves; the first program also those that belong to none.
+    """Write the records of CHUNK sequences' tiles, and of the sequences themselves; the first program also those that belong to none, and
+    behind them all how many tiles there are.
 
     A sequence's tiles start where those of all that come before it end: of sequences with more keys for a tile of queries to walk (or more
     queries for one of keys), and of equal ones with a lower number. One pass over all sequences finds that, without sorting them.
@@ -99,6 +100,7 @@ def schedule(
         passed = passed_k if OVER_KEYS else passed_q
         head = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr if OVER_KEYS else cu_seqlens_q_ptr), 0), size)
         head_tiles, tail_tiles = tl.cdiv(head, BLOCK), tl.cdiv(size - passed, BLOCK)
+        tl.store(tiles_ptr + slots * 8, total + head_tiles + tail_tiles)
         for slot0 in range(total, slots, CHUNK):
             slot = slot0 + tl.arange(0, CHUNK)
             t = slot - total
@@ -155,10 +157,19 @@ class Tiles:
     """The tiles of a head, over all batch items: how many, and where packed ones are described."""
 
     count: int
-    records: Tensor | None = None
+    records: Tensor | None = None  # int32 (count + 1, RECORD), behind them how many are tiles
 
     def arguments(self) -> dict[str, Any]:
         return {"tiles_ptr": self.records, "slots": None if self.records is None else self.count}
+
+
+def query_tile_count(call: Launch, block: int) -> int:
+    """How many tiles of `block` queries a head has room for, over all batch items."""
+    return triton.cdiv(call.size_q, block) * call.batch if call.sequences is None else slots_of(call.size_q, block, call.sequences)
+
+
+def slots_of(size: int, block: int, sequences: int) -> int:
+    return size // block + sequences + 2
 
 
 def query_tiles(call: Launch, block: int, per_item: int | None = None) -> Tiles:
@@ -187,8 +198,8 @@ def scheduled(call: Launch, block: int, over_keys: bool, with_sequences: bool = 
     """Launch `schedule` for tiles of `block` rows."""
     t, sequences = call.t, call.sequences
     assert t.cu_seqlens_q is not None and t.cu_seqlens_k is not None and sequences is not None
-    slots = (call.size_k if over_keys else call.size_q) // block + sequences + 2
-    records = t.cu_seqlens_q.new_empty(slots, RECORD)
+    slots = slots_of(call.size_k if over_keys else call.size_q, block, sequences)
+    records = t.cu_seqlens_q.new_empty(slots + 1, RECORD)
     of_sequences = t.cu_seqlens_q.new_empty(sequences, RECORD) if with_sequences else None
     matrices = [x for x in (t.bias, t.mask) if x is not None]
     most_q, most_k = (min([x.shape[dim] for x in matrices if x.shape[dim] > 1], default=ANY) for dim in (2, 3))

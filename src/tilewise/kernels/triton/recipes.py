@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
+from .launching import Descriptor
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,7 +32,10 @@ def run(kernel: Any, programs: int, *given: Any, **named: Any) -> Any:
     """
     import torch
 
+    from .. import replay  # which needs torch, and compiling kernels does not
+
     if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:  # on AMD the extent of a tensor counts too
+        replay.note(None, programs, given)
         return kernel[(programs,)](*given, **named)
     names, exact = parameters(kernel)
     values = [*given, *[named[name] for name in names[len(given) :]]]
@@ -39,8 +44,9 @@ def run(kernel: Any, programs: int, *given: Any, **named: Any) -> Any:
     found = _compiled.get(key)
     if found is None:
         found = _compiled[key] = kernel[(programs,)](*given, **named)
+        replay.note(found, programs, values)
     else:
-        found[(programs, 1, 1)](*values)
+        replay.start(found, programs, *values)
     return found
 
 
@@ -84,17 +90,6 @@ def layout(x: Tensor | None) -> Layout | None:
     return None if x is None else Layout(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
 
 
-class Descriptor:
-    """What Triton's launcher reads of a host tensor descriptor, without the checks of its class, which were done on the first launch."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-
-
 class Recipe(NamedTuple):
     """A compiled kernel, its grid and arguments, and which of them are tensors of the call (or descriptors of those)."""
 
@@ -105,16 +100,18 @@ class Recipe(NamedTuple):
     descriptors: list[tuple[int, int, list[int], list[int]]]  # argument, tensor, shape, strides
 
     def launch(self, pool: Sequence[Tensor | None]) -> None:
+        from .. import replay
+
         values = self.values.copy()
         for argument, tensor in self.tensors:
             values[argument] = pool[tensor]
         for argument, tensor, shape, strides in self.descriptors:
-            values[argument] = Descriptor(pool[tensor], shape, strides)  # type: ignore[arg-type]
-        self.kernel[(self.programs, 1, 1)](*values)
+            values[argument] = Descriptor(pool[tensor], shape, strides)
+        replay.start(self.kernel, self.programs, *values)
 
 
 def recipe_of(kernel: Any, programs: int, values: list[Any], pool: Sequence[Tensor | None]) -> Recipe | None:
-    """None where an argument is a tensor that the call made itself, or holds several."""
+    """None where an argument is a tensor that the call made itself or was given twice, or holds several."""
     plain = list(values)
     tensors: list[tuple[int, int]] = []
     descriptors: list[tuple[int, int, list[int], list[int]]] = []
@@ -133,11 +130,14 @@ def recipe_of(kernel: Any, programs: int, values: list[Any], pool: Sequence[Tens
 
 
 def index_of(x: Tensor, pool: Sequence[Tensor | None]) -> int:
-    """Which tensor of the call this is: itself, or a view of all its bytes under another dtype."""
-    for index, y in enumerate(pool):
-        if y is x or (y is not None and y.data_ptr() == x.data_ptr() != 0 and y.nbytes == x.nbytes and y.dtype != x.dtype):
-            return index
-    return -1
+    """Which tensor of the call this is: itself, or a view of all its bytes under another dtype. -1 where none is, or more than one: which
+    of q and k a kernel was given cannot be told in a call where they are the same tensor, and in the next call they need not be."""
+    found = [
+        index
+        for index, y in enumerate(pool)
+        if y is x or (y is not None and y.data_ptr() == x.data_ptr() != 0 and y.nbytes == x.nbytes and y.dtype != x.dtype)
+    ]
+    return found[0] if len(found) == 1 else -1
 
 
 class Launcher:

@@ -80,8 +80,20 @@ def store_tile(source, tile, row0, row_end, ROWS: tl.constexpr, COLS: tl.constex
 
 
 @triton.jit
+def other_variant(nonfinite_ptr, HIDE: tl.constexpr):
+    """Whether the flag of `finite` leaves the work to the launch with the other HIDE."""
+    other = False
+    if nonfinite_ptr is not None:
+        other = (tl.load(nonfinite_ptr) != 0) != HIDE
+    return other
+
+
+@triton.jit
 def hide_rows(tile, seen, AXIS: tl.constexpr):
-    """Zero the rows of a K, V, Q or dO tile that nothing in this tile of scores sees: 0 times what they hold could be NaN."""
+    """Zero the rows of a K, V, Q or dO tile that nothing in this tile of scores sees: 0 times what they hold could be NaN.
+
+    A reduction over the tile, and the operand goes through registers: only where HIDE, which `finite` decides, says that it is needed.
+    """
     return tl.where((tl.max(seen.to(tl.int32), AXIS) > 0)[:, None], tile, tl.zeros_like(tile))
 
 
@@ -261,8 +273,8 @@ def to_log2(score, base2):
 
 
 @triton.jit
-def online_softmax_update(m, s, base2, NATURAL: tl.constexpr, MASKED: tl.constexpr):
-    """The running maximum with this tile in it, the tile's weights relative to it, and what scales older sums: m, p, alpha.
+def online_exponents(m, s, base2, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+    """The running maximum with this tile in it, the tile's base-2 exponents relative to it, and what scales older sums: m, x, alpha.
 
     RAW: m counts base-2 exponents, and one multiply-add serves each weight. NATURAL: m is a score and is subtracted before the change
     of base, so that the largest finite scores survive. Rows that have seen nothing keep m = -inf without an (-inf) - (-inf).
@@ -271,13 +283,47 @@ def online_softmax_update(m, s, base2, NATURAL: tl.constexpr, MASKED: tl.constex
     m_new = tl.maximum(m, top if NATURAL else to_log2(top, base2))
     origin = tl.where(m_new == NEG_INF, 0.0, m_new) if MASKED else m_new
     if NATURAL:
-        p = tl.exp2((s - origin[:, None]) * LOG2E)
+        x = (s - origin[:, None]) * LOG2E
         alpha = tl.exp2((m - origin) * LOG2E)
     else:
         unit = tl.where(tl.abs(m_new) > HUGE, base2[1], base2[0])
-        p = tl.exp2(s * unit[:, None] - origin[:, None])
+        x = s * unit[:, None] - origin[:, None]
         alpha = tl.exp2(m - origin)
-    return m_new, p, alpha
+    return m_new, x, alpha
+
+
+@triton.jit
+def online_softmax_update(m, s, base2, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+    """`online_exponents` with the tile's weights in place of their exponents: m, p, alpha."""
+    m, x, alpha = online_exponents(m, s, base2, NATURAL, MASKED)
+    return m, tl.exp2(x), alpha
+
+
+@triton.jit
+def online_entropy_update(spread, l, p, x, alpha):
+    """The running sum of p log2(p) over weights p = 2^x relative to the maximum, which this tile scaled by alpha; `l` is still the older
+    sum of p. A weight of 0 counts as 0 whatever its exponent."""
+    older = tl.where(alpha == 0.0, 0.0, alpha * (spread + l * tl.log2(alpha)))
+    return older + tl.sum(tl.where(p == 0.0, 0.0, p * x), 1)
+
+
+@triton.jit
+def entropy_of(spread, l, sink_log2):
+    """-sum p ln p over the keys, from the sum of 2^x log2(2^x) over all that joined the denominator `l`; a sink, whose exponent is
+    `sink_log2`, joined it and is not a key. 0 for a row that sees nothing."""
+    total = l * tl.log2(l) - spread
+    if sink_log2 is not None:
+        weight = tl.exp2(sink_log2)
+        total -= tl.where(weight == 0.0, 0.0, weight * (tl.log2(l) - sink_log2))
+    return tl.where(l == 0.0, 0.0, total / l * LN2)
+
+
+@triton.jit
+def largest_of(top, l, inside):
+    """The largest score of a tile of queries. tl.max overlooks NaN, but a row whose denominator is NaN saw one or an infinite score."""
+    top = tl.max(tl.where(inside, top, NEG_INF), 0)
+    broken = tl.max((inside & (l != l)).to(tl.int32), 0)
+    return tl.where((broken > 0) & (top < float("inf")), float("nan"), top)
 
 
 @triton.jit
@@ -334,7 +380,7 @@ def product_gradient(ds, capped, rules):
     softcap = rules[1]
     if softcap is not None:
         ratio = capped / softcap
-        ds = ds * (1.0 - ratio * ratio)
+        ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - ratio * ratio))  # the products of hidden pairs may be NaN
     return ds
 
 

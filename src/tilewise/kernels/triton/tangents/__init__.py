@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:
     """Why these kernels cannot serve a tangent, in words; None if they can. Reads shapes and dtypes only."""
+    aux = sorted(request.aux)
     reasons = {
         "they have no tangent of the backward pass": request.backward,
+        f"they do not compute the tangent of {' and '.join(aux)}": bool(aux),
+        "their tangents of float32 inputs take head dims to 64": t.q.element_size() == 4 and max(t.q.shape[3], t.v.shape[3]) > 64,
         "their tangents do not run score functions": bool(r.score_mod),
         "their tangents do not run mask functions": bool(r.mask_mod),
         "their tangents do not take tile lists": t.blocks is not None,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from ....plan import target_of
 from ..configs import ROW_BLOCK as ROWS
 from ..configs import Config, shared_limit
 from ..launch import RUNTIME, Launch, alignment, contiguous, matrix_strides, run, strides
@@ -67,7 +66,7 @@ def score_tangent(
 def walk_keys(
     acc, tl_sum, q, tq, lse, rest, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, base2, drop,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    MOVES_K: tl.constexpr, MOVES_V: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to the sums of p ts and of p (ts v + tv)."""
     MASKED: tl.constexpr = CUT or DENSE
@@ -76,7 +75,7 @@ def walk_keys(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT)  # [N, D]
         tk_tile = None
-        if tk is not None:
+        if MOVES_K:
             tk_tile = load_tile(tk, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT)
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
@@ -97,7 +96,7 @@ def walk_keys(
         if MASKED and SANITIZE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(w.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
-        if tv is not None:
+        if MOVES_V:
             tv_tile = load_tile(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT)
             if MASKED and SANITIZE:
                 tv_tile = hide_rows(tv_tile, s != NEG_INF, 0)
@@ -178,7 +177,8 @@ def attention_jvp(
         if part > 0 or window_left is not None:
             acc, tlse = walk_keys(
                 acc, tlse, q, tq, lse, rest, k_head, tk_head, v_head, tv_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SANITIZE, DENSE, PRECISION, part != 1)  # fmt: skip
+                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, tk_ptr is not None, tv_ptr is not None, SANITIZE,
+                DENSE, PRECISION, part != 1)  # fmt: skip
 
     if tsink_ptr is not None:  # a key without a value
         exponent = (tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E
@@ -191,16 +191,19 @@ def attention_jvp(
     tl.store(tlse_ptr + row + offs_m, tl.where(inside, tlse, 0.0), mask=offs_m < size_q)
 
 
-# bits -> {largest padded head dim: tiles}: what keeps the operands and their tangents in registers.
+# bits -> {largest padded head dim: tiles}: what keeps the operands and their tangents in registers. float32 operands of head dim 128 fit in
+# no tile: products without tensor cores are unrolled, to kilobytes of spills a thread and half a minute of compilation.
 TILES = {
-    16: {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
-    32: {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+    16: {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)},
+    32: {64: Config(32, 32, 8, 1)},
 }
-SMALLEST = Config(16, 16, 4, 1)
+SMALLEST = Config(16, 16, 2, 1)
 
 
 def config_of(call: Launch) -> Config:
     """The table's tiles, or the smallest where operands and tangents, twice what the forward pass holds, exceed the shared memory."""
+    from ....plan import target_of
+
     target = target_of(call.t.q.device)
     if target.type != "cuda":
         return Config(32, 32, 1, 1)  # the interpreter: every loop takes several turns at the shapes of a test

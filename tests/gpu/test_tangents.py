@@ -1,0 +1,74 @@
+"""Forward mode and double backward on a GPU, against the specification in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import attention, reference
+
+from .common import qkv, randn
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 20)},
+    "softcap": {"softcap": 5.0, "causal": True},
+}
+DIRECTIONS = ("q", "k", "v")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", FEATURES)
+def test_tangents_are_as_exact_as_unfused_ones(name, head_dim, dtype):
+    """Error against float64: at most 1.5 times that of the unfused computation of the same dtype, and one rounding of the result."""
+    options = FEATURES[name]
+    x, u = (qkv(head_dim=head_dim, dtype=dtype) for _ in range(2))
+
+    def tangent(to: torch.dtype, backend: str | None) -> tuple[Tensor, Tensor]:
+        def f(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            if backend is None:
+                return reference.attention(q, k, v, **options, compute_dtype=to)
+            out, aux = attention(q, k, v, **options, backend=backend, return_aux="lse")
+            return out, aux.lse
+
+        return torch.func.jvp(f, tuple(t.to(to) for t in x.values()), tuple(t.to(to) for t in u.values()))[1]
+
+    unfused, exact = tangent(dtype, None), tangent(torch.float64, None)
+    for backend in ("auto",) if dtype == torch.float32 and head_dim > 64 else ("auto", "triton"):
+        for got, other, right in zip(tangent(dtype, backend), unfused, exact, strict=True):
+            error, allowed = ((y.double() - right).abs().max().item() for y in (got, other))
+            assert error <= 1.5 * allowed + 4 * torch.finfo(got.dtype).eps * right.abs().max().item()
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (100, 20), "softcap": 5.0}], ids=str)
+def test_gradients_of_gradients(options):
+    """The gradient of the squared gradients, in float32, against the specification's in float64: within what unfused float32 leaves."""
+    x = qkv(seqlen_q=150, seqlen_k=200, dtype=torch.float32)
+    weight = randn(2, 150, 4, 64, dtype=torch.float32)
+
+    def second(to: torch.dtype, ours: bool) -> list[Tensor]:
+        leaves = [t.detach().to(to).requires_grad_() for t in x.values()]
+        out = attention(*leaves, **options) if ours else reference.attention(*leaves, **options, compute_dtype=to)[0]
+        first = torch.autograd.grad((out * weight.to(to)).sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+
+    got, unfused, exact = second(torch.float32, True), second(torch.float32, False), second(torch.float64, False)
+    for mine, other, right in zip(got, unfused, exact, strict=True):
+        error, allowed = ((y.double() - right).abs().max().item() for y in (mine, other))
+        assert error <= 1.5 * allowed + 16 * torch.finfo(torch.float32).eps * right.abs().max().item()
+
+
+def test_tangents_take_linear_memory():
+    """32,768 keys: one head's score matrix alone would be 4 GiB."""
+    x = qkv(1, 32_768, 32_768, heads=2, kv_heads=2)
+    u = qkv(1, 32_768, 32_768, heads=2, kv_heads=2)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.func.jvp(lambda *t: attention(*t, causal=True), tuple(x.values()), tuple(u.values()))
+    size = x["q"].numel() * x["q"].element_size()
+    assert torch.cuda.max_memory_allocated() - before < 16 * size

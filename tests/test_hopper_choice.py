@@ -1,0 +1,85 @@
+"""Which packed calls and which calls with lists of blocks the Hopper forward kernel takes, and what it says of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tilewise import masks, plan
+from tilewise.block_mask import BlockMask
+from tilewise.kernels import hopper
+from tilewise.plan import Operands, Request, Rules, Target
+
+H200 = Target("cuda", (9, 0), "NVIDIA H200")
+BITS = torch.eye(8, dtype=torch.bool)[None, None]
+
+
+def meta(seqlen: int = 1024, heads: int = 2, head_dim: int = 128) -> torch.Tensor:
+    return torch.empty(1, heads, seqlen, head_dim, dtype=torch.bfloat16, device="meta")
+
+
+def packed(**changes: Any) -> tuple[Operands, Rules]:
+    offsets = torch.empty(17, dtype=torch.int32, device="meta")
+    return replace(Operands(meta(), meta(), meta(), cu_seqlens_q=offsets, cu_seqlens_k=offsets), **changes), Rules(0.1, window_right=0)
+
+
+def listed(rule: masks.Mask, block_size: int = 128, seqlen_q: int = 1024, **changes: Any) -> tuple[Operands, Rules]:
+    mask = BlockMask(rule, seqlen_q, 1024, block_size=block_size)
+    left, right, text, captured, dense = mask.lowered
+    operands = Operands(meta(seqlen_q), meta(), meta(), mask=dense, captured=tuple(captured), blocks=mask.lists)
+    return replace(operands, **changes), Rules(0.1, window_left=left, window_right=right, mask_mod=text)
+
+
+TAKEN = {
+    "packed": lambda: packed(),
+    "packed, lengths": lambda: packed(seqused_q=torch.empty(16), seqused_k=torch.empty(16)),
+    "blocks": lambda: listed(masks.Blocks(BITS, 128)),
+    "blocks in halves": lambda: listed(masks.Blocks(BITS[..., :4, :4], 256), 128),
+    "blocks of 256": lambda: listed(masks.Blocks(BITS[..., :4, :4], 256), 256),
+    "causal blocks": lambda: listed(masks.Blocks(BITS, 128) & masks.Causal()),
+    "causal blocks, fewer queries": lambda: listed(masks.Blocks(BITS[..., :6, :], 128) & masks.Causal(), seqlen_q=768),
+}
+DECLINED = {
+    "no key": (lambda: packed(k=meta(0), v=meta(0)), "need a key"),
+    "small blocks": (lambda: listed(masks.Blocks(torch.ones(1, 1, 16, 16, dtype=torch.bool), 64), 64), "128"),
+    "blocks inside a tile": (lambda: listed(masks.Blocks(torch.ones(1, 1, 16, 16, dtype=torch.bool), 64)), "mask functions"),
+    "another rule": (lambda: listed(masks.Blocks(BITS, 128) & masks.Chunked(100)), "mask functions"),
+    "a rule beside it": (lambda: listed(masks.Blocks(BITS, 128) | masks.FirstKeys(4)), "mask functions"),
+    "two lists": (lambda: listed(masks.Blocks(BITS, 128) & masks.Blocks(BITS, 128)), "mask functions"),
+    "lengths": (lambda: listed(masks.Blocks(BITS, 128), seqused_k=torch.empty(1)), "seqused"),
+    "a window": (lambda: listed(masks.Blocks(BITS, 128) & masks.SlidingWindow(100, 0)), "windows"),
+    "a diagonal that cuts tiles": (lambda: listed(masks.Blocks(BITS, 128) & masks.Causal(), seqlen_q=1000), "multiple"),
+    "a diagonal in large blocks": (lambda: listed(masks.Blocks(BITS[..., :4, :4], 256) & masks.Causal(), 256), "diagonal"),
+    "a mask tensor": (lambda: listed(masks.Dense(torch.ones(1024, 1024, dtype=torch.bool)) & masks.Blocks(BITS, 128)), "mask tensor"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name):
+    t, r = TAKEN[name]()
+    assert hopper.why_not(t, r, Request(), H200) is None
+    assert "tiles of 128 x 128" in hopper.describe(t, r, Request(), H200)
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined(name):
+    make, words = DECLINED[name]
+    t, r = make()
+    assert words in hopper.why_not(t, r, Request(), H200)
+    assert plan.select(t, r, target=H200).backend == "triton"
+
+
+@pytest.mark.parametrize("name", ["packed", "blocks"])
+def test_each_pass_has_its_own_backend(name):
+    """What only the forward kernel serves is differentiated by the portable ones, also where hopper was named."""
+    t, r = TAKEN[name]()
+    backward = Request(backward=True, needs=frozenset("qkv"))
+    assert plan.select(t, r, target=H200).backend == "hopper"
+    for backend in ("auto", "hopper"):
+        chosen = plan.select(t, r, backend, request=backward, target=H200).backend
+        assert chosen == ("triton" if hopper.why_not(t, r, backward, H200) else "hopper")
