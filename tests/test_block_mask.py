@@ -370,7 +370,12 @@ def test_transforms_and_opcheck() -> None:
     )
     text, captured = Custom(per_head).program(64, 64)
     unknown = torch.full((1, 2, 4, 4), tile_status.UNKNOWN, dtype=torch.uint8)
+    grid = tile_status.Grid(64, 80, 16, 16, 20, 3)
     torch.library.opcheck(torch.ops.tilewise.tile_status.default, (text, captured, unknown, 64, 64, 16, 16, -1, -1))
+    torch.library.opcheck(torch.ops.tilewise.tile_status_of_ranges.default, (*torch.randint(0, 80, (2, 3, 64)), *grid.numbers))
+    status = torch.randint(0, 3, (1, 2, grid.rows, grid.width), dtype=torch.uint8)
+    torch.library.opcheck(torch.ops.tilewise.tile_lists.default, (status, False, *grid.numbers))
+    torch.library.opcheck(torch.ops.tilewise.tile_lists.default, (status[:0, 0, 0, 0], True, *grid.numbers))
 
 
 def test_explain_takes_a_block_mask() -> None:

@@ -64,9 +64,9 @@ def clear() -> None:
         _kept.clear()
 
 
-def host_may_read(x: Tensor) -> bool:
-    """Whether a tensor's values can be read now without waiting for a device and without a tracer that would have to know them."""
-    return x.device.type == "cpu" and not _watched(x.device)
+def host_may_read(device: torch.device) -> bool:
+    """Whether values on a device can be read now without waiting for it and without a tracer that would have to know them."""
+    return device.type == "cpu" and not _watched(device)
 
 
 def _watched(device: torch.device) -> bool:

@@ -54,32 +54,32 @@ def lists_of_rule(rule: Mask, grid: Grid, batch: int, heads: int, device: torch.
     if by_operator(device):
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         return TileLists(grid.block_m, grid.block_n, *torch.ops.tilewise.tile_lists(nothing, True, *grid.numbers))
-    return TileLists(grid.block_m, grid.block_n, *_of_window(grid, device))
+    return TileLists(grid.block_m, grid.block_n, *_of_window(grid, device, tile_cache.host_may_read(device)))
 
 
 def lists_of_status(status: Tensor, grid: Grid) -> TileLists:
     """From the status of every tile in the band, (B, H, rows, width)."""
     if by_operator(status.device):
         return TileLists(grid.block_m, grid.block_n, *torch.ops.tilewise.tile_lists(status, False, *grid.numbers))
-    return TileLists(grid.block_m, grid.block_n, *_of_status(status, grid))
+    return TileLists(grid.block_m, grid.block_n, *_of_status(status, grid, tile_cache.host_may_read(status.device)))
 
 
-def _of_window(grid: Grid, device: torch.device) -> list[Tensor]:
+def _of_window(grid: Grid, device: torch.device, shorten: bool = False) -> list[Tensor]:
     tensors = window_lists(grid, device) + window_lists(grid.transposed(), device)
-    return [x for i in range(0, 8, 2) for x in _shortened(tensors[i], tensors[i + 1])]
+    return [x for i in range(0, 8, 2) for x in _shortened(tensors[i], tensors[i + 1], shorten)]
 
 
-def _of_status(status: Tensor, grid: Grid) -> list[Tensor]:
+def _of_status(status: Tensor, grid: Grid, shorten: bool = False) -> list[Tensor]:
     lists: list[Tensor] = []
     for cut, by_row in ((grid, status), (grid.transposed(), transpose(status, grid))):
         base = cut.base(status.device)
         for kind in (PARTIAL, FULL):
-            lists += _compact(by_row == kind, base)
+            lists += _shortened(*_compact(by_row == kind, base), shorten)
     return lists
 
 
-def _compact(chosen: Tensor, base: Tensor) -> list[Tensor]:
-    """The count and the ascending blocks of the chosen places of each row's band: int32 (B, H, rows) and (B, H, rows, <= width)."""
+def _compact(chosen: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """The count and the ascending blocks of the chosen places of each row's band: int32 (B, H, rows) and (B, H, rows, width)."""
     rank = chosen.cumsum(3, dtype=torch.int32)
     width = chosen.shape[3]
     number = rank[..., -1].contiguous() if width else rank.new_zeros(chosen.shape[:3])
@@ -88,12 +88,12 @@ def _compact(chosen: Tensor, base: Tensor) -> list[Tensor]:
     target = torch.where(chosen, rank - 1, number[..., None] + place - rank)
     blocks = (base[:, None] + place).to(torch.int32).expand(chosen.shape)
     index = torch.empty_like(target).scatter_(3, target.long(), blocks)
-    return _shortened(number, index)
+    return number, index
 
 
-def _shortened(number: Tensor, index: Tensor) -> list[Tensor]:
+def _shortened(number: Tensor, index: Tensor, shorten: bool) -> list[Tensor]:
     """The index tensor cut at the largest number, where the host may know it."""
-    if tile_cache.host_may_read(index):
+    if shorten:
         index = index[..., : int(number.max()) if number.numel() else 0].contiguous()
     return [number, index]
 
