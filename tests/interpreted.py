@@ -523,3 +523,16 @@ def test_sequence_lengths_do_not_reach_the_compiled_kernel():
         runtime = [n for n in kernel.arg_names if n not in names and not n.endswith(("_ptr", "_ref"))]
         floats = {"scale", "unit", "unit_exact", "softcap", "keep_scale", "lse_scale"}
         assert set(runtime) - floats <= set(launch.RUNTIME), kernel
+
+
+def test_tensors_whose_sign_is_still_to_be_turned():
+    """The memory of ``z.conj().imag`` holds the opposite of what it means."""
+    q, dout = (torch.randn(1, 5, 2, 16, dtype=torch.complex64).conj().imag for _ in range(2))
+    bias = torch.randn(5, 7, dtype=torch.complex64).conj().imag
+    k = torch.randn(1, 7, 2, 16, requires_grad=True)
+    assert q.is_neg() and dout.is_neg() and bias.is_neg()
+    results = []
+    for x, b, g in ((q, bias, dout), (q.resolve_neg(), bias.resolve_neg(), dout.resolve_neg())):
+        out = tilewise.attention(x, k, k, bias=b, backend="triton")
+        results.append((out, *torch.autograd.grad(out, k, g)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

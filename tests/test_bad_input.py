@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
-from tilewise import UnsupportedAttention
+from tilewise import BlockMask, UnsupportedAttention, masks, merge
 
 from .reports import report
 
@@ -86,6 +87,11 @@ SHAPES = {
 KINDS = {
     "q_list": ({"q": [[1.0]]}, TypeError, [r"\bq\b", "list", "[Tt]ensor"]),
     "q_numpy": ({"q": rand(B, SQ, HQ, D).numpy()}, TypeError, [r"\bq\b", "ndarray", "Tensor"]),
+    "window_set": ({"window_size": {1, 2}}, TypeError, ["window_size", r"\{1, 2\}", "pair"]),
+    "padding_mask": ({"mask": torch.ones(B, SK) > 0}, ValueError, ["mask", r"\(2, 7\)", "batch item", r"mask\[:, None, None, :\]"]),
+    "score_mod_of_one_argument": ({"score_mod": lambda s: s}, TypeError, [r"score_mod\(score, b, h, q_idx, kv_idx\)", "5"]),
+    "mask_function_of_two": ({"mask": masks.Custom(lambda i, j: i >= j)}, TypeError, [r"mask function\(b, h, q_idx, kv_idx\)", "4"]),
+    "causal_of_numpy": ({"causal": np.bool_(True)}, TypeError, ["causal", "numpy", "must be a bool"]),
     "q_sparse": ({"q": rand(B, SQ, HQ, D).to_sparse()}, TypeError, [r"\bq\b", "sparse_coo", "dense"]),
     "k_nested": ({"k": torch.nested.nested_tensor([rand(SK, HK, D)] * B)}, TypeError, [r"\bk\b", "nested", "dense"]),
     "mask_sparse": ({"mask": torch.ones(SQ, SK, dtype=torch.bool).to_sparse()}, TypeError, ["mask", "sparse_coo", "dense"]),
@@ -315,3 +321,22 @@ def test_zero_sizes_work(sizes: dict[str, int], layout: str) -> None:
         assert isinstance(x.grad, Tensor)
         assert x.grad.shape == x.shape
         assert x.grad.isfinite().all()
+
+
+def test_misuse_beside_attention() -> None:
+    out = torch.ones(1, 2, 3, 4)
+    with refusal(TypeError, r"lses\[1\]", "None", "Tensor"):
+        merge([out, out], [torch.zeros(1, 3, 2), None])
+    with refusal(TypeError, r"lses\[0\]", "int64", "floating"):
+        merge([out], [torch.zeros(1, 3, 2, dtype=torch.int64)])
+    with refusal(TypeError, "BlockMask", "seqlen_q", "64.0", "int"):
+        BlockMask(masks.Causal(), 64.0)
+    with refusal(ValueError, "BlockMask", "seqlen_k", "-1", "0 or more"):
+        BlockMask(masks.Causal(), 64, -1)
+    pages, table = torch.ones(3, 4, HK, D), torch.zeros(2, 1, dtype=I32)
+    offsets = torch.tensor([0, 1, 2], dtype=I32)
+    for cu_seqlens_k, seqused_k, words in (([0, 4], None, "cu_seqlens_k 1"), ([0, 4, 8], torch.ones(1, dtype=I32), "seqused_k")):
+        with refusal(ValueError, words, "sequence"):
+            tilewise.attention_varlen(
+                torch.ones(2, HQ, D), pages, pages, offsets, torch.tensor(cu_seqlens_k, dtype=I32), page_table=table, seqused_k=seqused_k
+            )

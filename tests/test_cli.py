@@ -111,6 +111,7 @@ def test_explain_prints_a_table_for_a_gpu_that_is_not_here(capsys: pytest.Captur
     [
         (["--shape", "1,128,4"], "--shape is '1,128,4'; it must be 4 integers"),
         (["--shape", "1,a,4,64"], "it must be 4 integers"),
+        (["--shape", "1,-5,4,64"], "it must be 4 integers from 0 on"),
         (["--shape", "1,128,4,64", "--kv", "5"], "--kv is '5'; it must be 2 or 3 integers"),
         (["--shape", "1,128,4,64", "--window", "-3,0"], "window"),
         (["--shape", "1,128,4,64", "--dtype", "int8"], "--dtype is 'int8'"),

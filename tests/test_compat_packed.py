@@ -60,3 +60,12 @@ def test_a_padded_batch_by_way_of_packed_tokens() -> None:
     lengths = mask.sum(1).to(torch.int32)
     expected = reference.attention(q, k, v, causal=True, seqused_q=lengths, seqused_k=lengths)[0]
     torch.testing.assert_close(padded, expected.float())
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+def test_bounds_may_be_tensors(module) -> None:
+    """They change no result, so nothing reads them."""
+    q = torch.randn(7, 2, 8)
+    offsets, most = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor(4)
+    got = module.flash_attn_varlen_func(q, q, q, offsets, offsets, most, most, causal=True)
+    torch.testing.assert_close(got, module.flash_attn_varlen_func(q, q, q, offsets, offsets, 4, 4, causal=True))

@@ -83,8 +83,9 @@ def test_a_played_pass_launches_with_the_addresses_of_its_own_tensors() -> None:
         lambda x: replay.note(None, 1, ()),
         lambda x: replay.start(Kernel(x="*fp32"), 1, torch.ones(4)),
         lambda x: replay.start(Kernel(x=("*fp32", "*fp32")), 1, (x, x)),
+        lambda x: replay.start(Kernel(x="constexpr"), 1, x),
     ],
-    ids=["in place", "operator", "launch that cannot come again", "foreign tensor", "tuple"],
+    ids=["in place", "operator", "launch that cannot come again", "foreign tensor", "tuple", "no pointer"],
 )
 def test_a_pass_that_does_anything_else_is_worked_out_every_time(extra: Any) -> None:
     passes, runs = replay.Passes(), []

@@ -390,7 +390,9 @@ def test_a_module_with_attention_trains_the_same_as_eager() -> None:
 @pytest.mark.parametrize("mask", [None, masks.Chunked(2)], ids=str)
 def test_vmap_over_empty_dimensions(shape: tuple[int, ...], mask: Any) -> None:
     x = torch.randn(shape)
-    out, grads = torch.func.vmap(
-        lambda y: (attention(y, y, y, mask=mask), torch.func.grad(lambda z: attention(z, y, y, mask=mask).sum())(y))
-    )(x)
+
+    def both(y: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(y, y, y, mask=mask), torch.func.grad(lambda z: attention(z, y, y, mask=mask).sum())(y)
+
+    out, grads = torch.func.vmap(both)(x)
     assert out.shape == grads.shape == shape

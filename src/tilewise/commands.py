@@ -52,7 +52,7 @@ def explain(
     try:
         batch, length, heads, head_dim = _integers("shape", shape, (4,))
         keys = [*_integers("kv", kv, (2, 3)), head_dim][:3] if kv else [length, heads, head_dim]
-        left, right = _integers("window", window, (2,))
+        left, right = _integers("window", window, (2,), least=-1)
         if dtype not in DTYPES:
             raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
         q = torch.empty(batch, length, heads, head_dim, dtype=DTYPES[dtype], device="meta")
@@ -193,13 +193,13 @@ def tune(context: typer.Context) -> None:
     raise typer.Exit(main(context.args))
 
 
-def _integers(option: str, text: str, lengths: tuple[int, ...]) -> list[int]:
-    """The comma-separated integers of an option, as many as one of `lengths`."""
+def _integers(option: str, text: str, lengths: tuple[int, ...], least: int = 0) -> list[int]:
+    """The comma-separated integers of an option, as many as one of `lengths`, none below `least`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in lengths:
+    if len(numbers) not in lengths or min(numbers) < least:
         wanted = " or ".join(map(str, lengths))
-        raise ValueError(f"--{option} is {text!r}; it must be {wanted} integers joined by commas")
+        raise ValueError(f"--{option} is {text!r}; it must be {wanted} integers from {least} on, joined by commas")
     return numbers

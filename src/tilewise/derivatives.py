@@ -84,7 +84,8 @@ def _forward_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -
     if not any(needs) or all(x is None for x in cot.values()):
         return {}
     given = {**cot, **common_arguments(args), "needs": needs}
-    return _by_name(run_backward(given) if ordinary() and _unobserved(args) else call(BACKWARD, **given), needs)
+    direct = ordinary() and _unobserved(args) and all(x is None or _lies_as_it_is(x) for x in arrived)
+    return _by_name(run_backward(given) if direct else call(BACKWARD, **given), needs)
 
 
 def _backward_vjp(args: Named, arrived: Sequence[Any], needed: Named) -> Named:
@@ -329,7 +330,12 @@ def _unobserved(args: Named) -> bool:
     if watched():
         return False
     tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"] + args["blocks"]
-    return tensors[0].device.type in ("cuda", "cpu") and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+    return tensors[0].device.type in ("cuda", "cpu") and all(map(_lies_as_it_is, tensors))
+
+
+def _lies_as_it_is(x: Tensor) -> bool:
+    """Whether x is what its memory holds: of no subclass, and without the bit of ``z.conj().imag``, whose sign the dispatcher turns."""
+    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_neg()
 
 
 def _differentiates(args: Named) -> bool:

@@ -50,7 +50,7 @@ def key_of(
     for x in tensors:
         if x is None:
             layouts.append(None)
-        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not x.is_nested:
+        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not (x.is_nested or x.is_neg()):
             layouts.append((x.dtype, x.shape, x.stride(), x.get_device()))
         else:
             return None
@@ -117,7 +117,7 @@ class Repeated:
         if arrived[0] is None and arrived[1] is None:
             return [None] * 3
         given = [x for x in (*saved, *arrived) if x is not None]
-        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda]
+        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda and not x.is_neg()]
         if len(layouts) < len(given) or not derivatives.ordinary():
             return self._differentiable_backward(saved, arrived, needs)
         key = (arrived[0] is None, arrived[1] is None, needs, *layouts)

@@ -53,9 +53,8 @@ def trace_score_mod(function: Callable[..., Any], device: torch.device | str | N
     """
     graph = Graph(device)
     with Tracing():
-        result = _called(
-            function, "score_mod(score, b, h, q_idx, kv_idx)", *[graph.var(name) for name in ("score", "b", "h", "q_idx", "kv_idx")]
-        )
+        operands = [graph.var(name) for name in ("score", "b", "h", "q_idx", "kv_idx")]
+        result = _called(function, "score_mod(score, b, h, q_idx, kv_idx)", *operands)
         root = convert(_result(graph, result, "score_mod", "the new score"), "float")
     return program_text(root, first=first)
 

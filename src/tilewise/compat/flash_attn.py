@@ -15,7 +15,7 @@ from torch import Tensor
 from ..api import attention
 from ..checks import typed
 from . import bert_padding
-from .flash_options import bound, options, refuse_probabilities, training
+from .flash_options import bound, one_of, options, refuse_probabilities, training
 
 __all__ = [
     "bert_padding",
@@ -216,7 +216,7 @@ def flash_attn_varlen_func(
             sm_margin=sm_margin,
         ),
         **training(dropout_p=dropout_p, deterministic=deterministic, alibi_slopes=alibi_slopes, seqused_q=seqused_q, seqused_k=seqused_k),
-        page_table=block_table if block_table is not None else page_table,
+        page_table=one_of(block_table=block_table, page_table=page_table),
         return_aux="lse",
     )
     return (out, aux.lse, None) if return_attn_probs else out
@@ -335,7 +335,7 @@ def flash_attn_with_kvcache(
     return cached(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes,
-        page_table=block_table if block_table is not None else page_table, num_splits=num_splits, return_softmax_lse=return_softmax_lse,
+        page_table=one_of(block_table=block_table, page_table=page_table), num_splits=num_splits, return_softmax_lse=return_softmax_lse,
         **options(
             causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux,
             learnable_sink=learnable_sink, sm_margin=sm_margin,

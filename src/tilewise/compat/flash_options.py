@@ -32,15 +32,13 @@ def options(
         raise UnsupportedAttention(f"sm_margin={sm_margin}: tilewise cannot leave multiprocessors to another kernel; pass 0")
     if scheduler_metadata is not None:
         raise UnsupportedAttention("scheduler_metadata was made by another library; pass None, tilewise plans each call by itself")
-    if s_aux is not None and learnable_sink is not None and s_aux is not learnable_sink:
-        raise ValueError("s_aux and learnable_sink are two names of one argument; pass one of them")
     return dict(
         causal=causal,
         window_size=check_window(window_size),
         mask=masks.Chunked(attention_chunk) if attention_chunk else None,
         softmax_scale=softmax_scale,
         softcap=softcap or 0.0,
-        learnable_sink=s_aux if s_aux is not None else learnable_sink,
+        learnable_sink=one_of(s_aux=s_aux, learnable_sink=learnable_sink),
     )
 
 
@@ -66,6 +64,14 @@ def training(
         k_descale=k_descale,
         v_descale=v_descale,
     )
+
+
+def one_of(**names: Any) -> Any:
+    """The value of an argument that has two names."""
+    (first, a), (second, b) = names.items()
+    if a is not None and b is not None and a is not b:
+        raise ValueError(f"{first} and {second} are two names of one argument; pass one of them")
+    return b if a is None else a
 
 
 def bound(max_seqlen: Any) -> Any:

@@ -91,8 +91,8 @@ class Recording(TorchDispatchMode):
             return
         kept, places = list(arguments), {}
         for index, (kind, x) in enumerate(zip(types(kernel), arguments, strict=True)):
-            if isinstance(kind, tuple):
-                self.refused = self.refused or "it passes several tensors as one argument"
+            if isinstance(kind, tuple) or (isinstance(x, Tensor) and not kind.startswith(POINTER)):
+                self.refused = self.refused or "it passes tensors as something else than pointers"
             elif kind.startswith(POINTER) and x is not None:
                 places[index] = self.place_of(x if isinstance(x, int) else x.data_ptr())
                 kept[index] = None

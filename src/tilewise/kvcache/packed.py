@@ -146,8 +146,14 @@ def varlen_over_pages(
             raise ValueError(f"{name} has shape {tuple(x.shape)}; with a page_table it must have rank 4, (pages, page_size, Hk, D)")
     typed("page_table", page_table, Tensor)
     if cu_seqlens_k is not None:
-        check_offsets("cu_seqlens_k", cu_seqlens_k, q)
-        lengths, used = cu_seqlens_k.diff().clamp(min=0), given.get("seqused_k")
+        items = check_offsets("cu_seqlens_k", cu_seqlens_k, q)
+        if items != check_offsets("cu_seqlens_q", cu_seqlens_q, q):
+            raise ValueError(
+                f"cu_seqlens_q describes {cu_seqlens_q.shape[0] - 1} sequences and cu_seqlens_k {items}; every sequence needs both"
+            )
+        lengths, used = cu_seqlens_k.cummax(0).values.diff(), given.get("seqused_k")
+        if isinstance(used, Tensor) and tuple(used.shape) != (items,):
+            raise ValueError(f"seqused_k has shape {tuple(used.shape)}; it must be (sequences,) = ({items},), one length for each of them")
         given["seqused_k"] = lengths if used is None else torch.minimum(lengths, used)
     mask = given.get("mask")
     if isinstance(mask, Mask) and page_table.ndim == 2:
