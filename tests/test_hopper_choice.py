@@ -83,3 +83,13 @@ def test_each_pass_has_its_own_backend(name):
     for backend in ("auto", "hopper"):
         chosen = plan.select(t, r, backend, request=backward, target=H200).backend
         assert chosen == ("triton" if hopper.why_not(t, r, backward, H200) else "hopper")
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_gradients_beside_a_tensor_are_taken_by_name_only(name: str) -> None:
+    tensor = torch.empty(1, 1, 1024, 1024, dtype=torch.bool if name == "mask" else torch.bfloat16, device="meta")
+    call = replace(Operands(meta(), meta(), meta()), **{name: tensor}), Rules(0.1)
+    backward = Request(backward=True, needs=frozenset("qkv"))
+    assert plan.select(*call, target=H200).backend == "hopper"
+    assert plan.select(*call, request=backward, target=H200).backend == "triton"
+    assert plan.select(*call, "hopper", request=backward, target=H200).backend == "hopper"

@@ -236,8 +236,8 @@ def select(
     declined = []
     for candidate in candidates:
         reason = why_not(candidate, t, r, request, target)
-        if reason is None and candidate == "triton":
-            reason = _not_yet_trusted(request)
+        if reason is None:
+            reason = _not_yet_trusted(candidate, t, request)
         if reason is None:
             break
         declined.append((candidate, reason))
@@ -247,12 +247,14 @@ def select(
     return chosen
 
 
-def _not_yet_trusted(request: Request) -> str | None:
-    """What the Triton kernels compute as the specification does in Triton's interpreter, and no GPU has confirmed: only by name."""
-    if not request.aux or request.backward or request.tangent:
-        return None
-    names = " and ".join(sorted(request.aux))
-    return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
+def _not_yet_trusted(backend: str, t: Operands, request: Request) -> str | None:
+    """What kernels do that no GPU has confirmed, though they compile and an interpreter or a stand-in agrees: only by name."""
+    if backend == "triton" and request.aux and not request.backward and not request.tangent:
+        names = " and ".join(sorted(request.aux))
+        return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
+    if backend == "hopper" and request.backward and not (t.bias is None and t.mask is None):
+        return "its gradients beside a bias or mask tensor have not run on a GPU; backend='hopper' asks for them"
+    return None
 
 
 @functools.cache
