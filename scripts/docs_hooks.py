@@ -15,7 +15,7 @@ Nav = list[dict[str, Any]]
 MENU: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "migration.md", "support.md"),
     "Features": ("conventions.md", "masks.md", "varlen.md", "kvcache.md", "transforms.md", "compat.md"),
-    "Understand": ("numerics.md", "lab.md", "portable-kernels.md", "hopper-forward.md", "hopper-backward.md"),
+    "Understand": ("numerics.md", "lab.md", "portable-kernels.md", "hopper-forward.md", "hopper-backward.md", "host-time.md"),
     "Measured": ("results.md", "benchmark.md", "demo.md"),
     "Reference": ("api.md", "changelog.md", "contributing.md"),
 }

@@ -91,16 +91,19 @@ def computed(entry: Entry) -> dict[str, float]:
 
 
 def building(measured: list[dict[str, Any]]) -> str:
-    """The time of building, and FlexAttention's where it builds the same lists."""
+    """The time of building, FlexAttention's where it builds the same lists, and the memory at the peak where all rows have it."""
     flex = {row["name"]: f"{row['ms']:.1f} ms" for row in measured if row["provider"] == "flex" and row["same_lists"]}
-    lines = [
-        "| mask | ready after | of it host | memory at the peak, over the lists | compiled `create_block_mask` |",
-        "|---|---|---|---|---|",
-    ]
-    for row in measured:
-        if row["provider"] == "tilewise":
-            lines.append(f"| {row['name']} | {row['ms']:.2f} ms | {row['host_ms']:.2f} ms | {flex.get(row['name'], '')} |")
-    return "\n".join(lines)
+    ours = [row for row in measured if row["provider"] == "tilewise"]
+    columns = {
+        "mask": [row["name"] for row in ours],
+        "ready after": [f"{row['ms']:.2f} ms" for row in ours],
+        "of it host": [f"{row['host_ms']:.2f} ms" for row in ours],
+    }
+    if all("peak_bytes" in row for row in ours):
+        columns["memory at the peak, lists included"] = [f"{row['peak_bytes'] / 2**20:.1f} MiB" for row in ours]
+    columns["compiled `create_block_mask`"] = [flex.get(row["name"], "") for row in ours]
+    lines = [columns, ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def page(text: str) -> str:

@@ -54,6 +54,15 @@ def test_measured_speeds_stand_beside_their_entries() -> None:
     assert len({line.count(" | ") for line in lines[2:]}) == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"peak_bytes": 3 << 20}], ids=["times", "memory too"])
+def test_building_has_the_columns_that_were_measured(more: dict[str, int]) -> None:
+    row = {"ms": 1.25, "host_ms": 0.5, "same_lists": True} | more
+    names = [("causal", "tilewise"), ("function", "tilewise"), ("function", "flex")]
+    lines = gallery.building([row | {"name": name, "provider": provider} for name, provider in names]).splitlines()
+    assert lines[2].startswith("| causal | 1.25 ms | 0.50 ms |") and lines[3].endswith(" 1.2 ms |") and len(lines) == 4
+    assert {line.count("|") for line in lines} == {6 if more else 5}
+
+
 def test_the_page_is_up_to_date() -> None:
     text = gallery.PAGE.read_text()
     assert gallery.page(text) == text, "run scripts/mask_gallery.py"
