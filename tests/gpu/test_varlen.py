@@ -45,16 +45,16 @@ def test_every_gradient_of_the_hopper_kernel(
     assert len(calls) == 1
 
 
+@on_hopper
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "causal_window_softcap", "alibi_of_sequences", "alibi_sink", "lengths"])
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_what_the_hopper_kernels_serve(name: str, head_dims: tuple[int, int], backend: str) -> None:
+def test_what_the_hopper_kernels_serve(name: str, head_dims: tuple[int, int]) -> None:
     size = SIZE if name == "lengths" else LARGE
     dtype = torch.float16 if name == "window" else torch.bfloat16
     arguments = build("plain" if name == "alibi_of_sequences" else name, dtype, "cuda", size, head_dims)
     if name == "alibi_of_sequences":
         arguments |= {"causal": True, "alibi_slopes": torch.rand(len(size.lengths_q), size.heads, device="cuda", dtype=dtype) * 0.1}
-    check(arguments, backend)
+    check(arguments, "hopper")
 
 
 @pytest.mark.parametrize("name", ["causal", "bias_shared", "alibi_of_sequences", "mask_function"])
