@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,9 @@ from .checks import (
     Packing,
     Sizes,
     broadcast_to_scores,
+    check_finite,
     check_qkv,
+    check_return_aux,
     check_values_on_device,
     check_window,
     per_head,
@@ -26,9 +27,8 @@ from .checks import (
     typed,
 )
 from .errors import UnsupportedAttention
+from .mask_base import intersection
 from .masks import Lowered, Mask, lower
-
-_AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
 
 
 class Aux(NamedTuple):
@@ -173,7 +173,7 @@ def returned(prepared: Prepared, result: Sequence[Tensor]) -> Any:
     """What the user gets of (out, lse, max_logits, key_mass, entropy)."""
     if not prepared.wants_aux:
         return result[0]
-    by_name = dict(zip(_AUX_NAMES, result[1:], strict=False))
+    by_name = dict(zip(Aux._fields, result[1:], strict=False))
     return result[0], Aux(**{name: by_name[name] for name in prepared.aux_names})
 
 
@@ -226,8 +226,8 @@ def prepare(
     typed("check_values", check_values, bool)
     if backend not in plan.BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(plan.BACKENDS)}")
-    aux_names = _aux_names(return_aux)
-    q, k, v = _autocast(q, k, v)
+    aux_names = check_return_aux(return_aux)
+    q, k, v = autocast(q, k, v)
     sizes = check_qkv(q, k, v, layout, backend)
     if packing is not None:
         sizes = sizes.of_sequences(packing)
@@ -238,11 +238,11 @@ def prepare(
     if softmax_scale is None:
         scale = 1.0 / math.sqrt(sizes.head_dim) if sizes.head_dim else 1.0
     else:
-        scale = _finite("softmax_scale", softmax_scale)
-    softcap = _finite("softcap", softcap)
+        scale = check_finite("softmax_scale", softmax_scale)
+    softcap = check_finite("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for no cap")
-    if not 0.0 <= _finite("dropout_p", dropout_p) < 1.0:
+    if not 0.0 <= check_finite("dropout_p", dropout_p) < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be in [0, 1)")
     if out_dtype not in (None, q.dtype, plan.accumulator_dtype(q.dtype)):
         allowed = " or ".join(dict.fromkeys(map(str, (q.dtype, plan.accumulator_dtype(q.dtype)))))
@@ -265,8 +265,7 @@ def prepare(
     elif mask is not None and (backend != "reference" or isinstance(mask, BlockMask)):
         ragged = seqused_q is not None or seqused_k is not None
         lowered, lists = _lower_mask(mask, sizes, q.device, ragged=ragged, packed=packing is not None)
-        window_left = _tighter(window_left, lowered.window_left)
-        window_right = _tighter(window_right, lowered.window_right)
+        window_left, window_right = intersection((window_left, window_right), (lowered.window_left, lowered.window_right))
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod is {score_mod!r}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, or None")
@@ -301,17 +300,7 @@ def prepare(
     return Prepared(operands | rules | blocks | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
 
 
-def _aux_names(return_aux: str | Sequence[str]) -> tuple[str, ...]:
-    if return_aux is not None and not isinstance(return_aux, (str, tuple, list, set, frozenset)):
-        raise TypeError(f"return_aux is {return_aux!r}; it must be one name or several of {', '.join(_AUX_NAMES)}")
-    names = (return_aux,) if isinstance(return_aux, str) else tuple(return_aux or ())
-    for name in names:
-        if name not in _AUX_NAMES:
-            raise ValueError(f"return_aux names {name!r}; it must be one or several of {', '.join(_AUX_NAMES)}")
-    return names
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside autocast q, k and v become its dtype, all three alike; float64 stays, as in torch's own rule."""
     if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu", "xpu", "mps") or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
@@ -321,14 +310,6 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
     return cast(q), cast(k), cast(v)
-
-
-def _finite(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
-    if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
-        raise ValueError(f"{name} is {value}; it must be finite")
-    return float(value)
 
 
 def _seed(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> Tensor | None:
@@ -349,13 +330,6 @@ def _seed(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> 
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
-
-
-def _tighter(a: int, b: int) -> int:
-    """The intersection of two window ends, -1 being unlimited."""
-    if a < 0 or b < 0:
-        return max(a, b)
-    return min(a, b)
 
 
 def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool, packed: bool) -> tuple[Lowered, TileLists | None]:

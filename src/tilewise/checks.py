@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .errors import UnsupportedAttention
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
 
 
 class Packing(NamedTuple):
@@ -111,6 +113,30 @@ def check_window(window_size: Any) -> tuple[int, int]:
     return window_size[0], window_size[1]
 
 
+def check_finite(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
+    if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return float(value)
+
+
+def check_return_aux(return_aux: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names that it holds."""
+    if return_aux is not None and not isinstance(return_aux, (str, tuple, list, set, frozenset)):
+        raise TypeError(f"return_aux is {return_aux!r}; it must be one name or several of {', '.join(_AUX_NAMES)}")
+    names = (return_aux,) if isinstance(return_aux, str) else tuple(return_aux or ())
+    for name in names:
+        if name not in _AUX_NAMES:
+            raise ValueError(f"return_aux names {name!r}; it must be one or several of {', '.join(_AUX_NAMES)}")
+    return names
+
+
+def broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a tensor of a shape can be expanded to another one."""
+    return len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(reversed(shape), reversed(wanted), strict=False))
+
+
 def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool = False) -> Tensor | None:
     """Checks that x broadcasts to (B, Hq, Sq, Sk), or to what stands for it in a packed call; returns it unexpanded."""
     if x is None:
@@ -122,8 +148,7 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
         raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64. Give a boolean mask as mask=")
     _same_device(name, x, sizes)
     target = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
-    fits = x.ndim <= 4 and all(have in (1, want) for have, want in zip(reversed(x.shape), reversed(target), strict=False))
-    if not fits:
+    if not broadcasts(x.shape, target):
         padding = x.ndim == 2 and tuple(x.shape) == (sizes.batch, sizes.seqlen_k)
         hint = f"; one row of keys for each batch item is given as {name}[:, None, None, :]" if padding else ""
         raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {sizes.scores_name} = {target}{hint}")

@@ -298,10 +298,10 @@ class And(_Both):
 
     def window(self) -> tuple[int, int] | None:
         first, second = self.first.window(), self.second.window()
-        return None if first is None or second is None else _intersection(first, second)
+        return None if first is None or second is None else intersection(first, second)
 
     def implied_window(self) -> tuple[int, int]:
-        return _intersection(self.first.implied_window(), self.second.implied_window())
+        return intersection(self.first.implied_window(), self.second.implied_window())
 
     def row_ranges(self, q_idx: Tensor, p: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
         first, second = self.first.row_ranges(q_idx, p, seqlen_k), self.second.row_ranges(q_idx, p, seqlen_k)
@@ -374,11 +374,13 @@ def window_ranges(left: int, right: int, p: Tensor, seqlen_k: int) -> tuple[Tens
     return start, torch.full_like(p, seqlen_k) if right == UNLIMITED else p + right + 1
 
 
-def _intersection(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+def intersection(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """The window that both let through."""
     return tuple(max(a, b) if UNLIMITED in (a, b) else min(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[return-value]
 
 
 def _hull(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """The least window that has both in it."""
     return tuple(UNLIMITED if UNLIMITED in (a, b) else max(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[return-value]
 
 

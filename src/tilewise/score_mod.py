@@ -239,7 +239,7 @@ class Program:
         """
         score = env.get("score")
         dtype = torch.float32 if score is None else score.dtype
-        (result,) = _execute(self.instructions, [len(self.instructions) - 1], env, captured, dtype)
+        (result,) = execute(self.instructions, [len(self.instructions) - 1], env, captured, dtype)
         return result if score is None else result.expand(score.shape)
 
     def vjp(
@@ -256,7 +256,7 @@ class Program:
         outputs = [] if derivative.dscore is None else [derivative.dscore]
         for read in reads:
             outputs += [read.gradient, *read.indices]
-        values = iter(_execute(derivative.instructions, outputs, {**env, "grad": grad}, captured, grad.dtype))
+        values = iter(execute(derivative.instructions, outputs, {**env, "grad": grad}, captured, grad.dtype))
         dscore = torch.zeros_like(grad) if derivative.dscore is None else next(values)
         totals: list[Tensor | None] = [None] * len(captured) if into is None else list(into)
         for read in reads:
@@ -264,7 +264,7 @@ class Program:
             total = totals[read.slot]
             if total is None:
                 total = totals[read.slot] = torch.zeros(captured[read.slot].shape, dtype=grad.dtype, device=grad.device)
-            _scatter(total, gradient, indices)
+            scatter(total, gradient, indices)
         return dscore.expand(grad.shape), totals
 
 
@@ -301,7 +301,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def _execute(
+def execute(
     instructions: Sequence[Instruction],
     outputs: Sequence[int],
     env: Mapping[str, Tensor],
@@ -354,7 +354,7 @@ def _gather(tensor: Tensor, indices: Sequence[Tensor], dtype: torch.dtype) -> Te
     return torch.where(inside, tensor[tuple(wrapped)].to(dtype), outside)
 
 
-def _scatter(total: Tensor, gradient: Tensor, indices: Sequence[Tensor]) -> None:
+def scatter(total: Tensor, gradient: Tensor, indices: Sequence[Tensor]) -> None:
     """Adds a tile's gradient to the elements that were read, in an order that does not change from run to run."""
     if not indices:
         total.add_(gradient.sum())
@@ -411,9 +411,9 @@ def _derive(instructions: Sequence[Instruction]) -> Derivative:
             dscore = grad.index
         elif op == "load":
             reads.append(Read(value, args, grad.index))
-        elif op in _ADJOINTS:
+        elif op in ADJOINTS:
             operands = [values[argument] for argument in args]
-            for argument, part in zip(args, _ADJOINTS[op](grad, values[position], value, *operands), strict=True):
+            for argument, part in zip(args, ADJOINTS[op](grad, values[position], value, *operands), strict=True):
                 if part is not None:
                     adjoints[argument] = part if adjoints[argument] is None else adjoints[argument] + part
     outputs = [] if dscore is None else [dscore]
@@ -425,7 +425,7 @@ def _derive(instructions: Sequence[Instruction]) -> Derivative:
     return Derivative(kept, dscore, tuple(Read(r.slot, gradient=next(queue), indices=tuple(next(queue) for _ in r.indices)) for r in reads))
 
 
-def _chain(grad: Expr, slope: Expr) -> Expr:
+def chain(grad: Expr, slope: Expr) -> Expr:
     instruction = grad.graph.instructions[slope.index]
     if instruction.op == "const" and math.isfinite(instruction.value):
         return grad * slope
@@ -443,26 +443,26 @@ def _adjoint_of_extremum(a_wins: str) -> Callable[..., tuple[Expr, Expr]]:
 
 # operation -> (gradient of the result, result, constant, *operands) -> gradient of each operand, None where it has none.
 # A selection passes its gradient by selecting, so what the other branch holds never enters.
-_ADJOINTS: dict[str, Callable[..., tuple[Expr | None, ...]]] = {
+ADJOINTS: dict[str, Callable[..., tuple[Expr | None, ...]]] = {
     "add": lambda g, y, c, a, b: (g, g),
     "sub": lambda g, y, c, a, b: (g, -g),
-    "mul": lambda g, y, c, a, b: (_chain(g, b), _chain(g, a)),
-    "div": lambda g, y, c, a, b: (_chain(g, 1.0 / b), _chain(g, -(y / b))),
+    "mul": lambda g, y, c, a, b: (chain(g, b), chain(g, a)),
+    "div": lambda g, y, c, a, b: (chain(g, 1.0 / b), chain(g, -(y / b))),
     "neg": lambda g, y, c, a: (-g,),
     "abs": lambda g, y, c, a: (where(a < 0, -g, where(a > 0, g, 0.0)),),
     "min": _adjoint_of_extremum("less"),
     "max": _adjoint_of_extremum("greater"),
     "where": lambda g, y, c, condition, a, b: (None, where(condition, g, 0.0), where(condition, 0.0, g)),
-    "exp": lambda g, y, c, a: (_chain(g, y),),
-    "exp2": lambda g, y, c, a: (_chain(g, y * math.log(2.0)),),
-    "log": lambda g, y, c, a: (_chain(g, 1.0 / a),),
-    "log2": lambda g, y, c, a: (_chain(g, 1.0 / (a * math.log(2.0))),),
-    "sqrt": lambda g, y, c, a: (_chain(g, 0.5 / y),),
-    "rsqrt": lambda g, y, c, a: (_chain(g, -0.5 * y * y * y),),
-    "pow": lambda g, y, c, a: (_chain(g, c * FUNCTIONS["pow"](a, c - 1.0)),),
-    "tanh": lambda g, y, c, a: (_chain(g, 1.0 - y * y),),
-    "sigmoid": lambda g, y, c, a: (_chain(g, y * (1.0 - y)),),
-    "sin": lambda g, y, c, a: (_chain(g, FUNCTIONS["cos"](a)),),
-    "cos": lambda g, y, c, a: (_chain(g, -FUNCTIONS["sin"](a)),),
-    "erf": lambda g, y, c, a: (_chain(g, (2.0 / math.sqrt(math.pi)) * FUNCTIONS["exp"](-(a * a))),),
+    "exp": lambda g, y, c, a: (chain(g, y),),
+    "exp2": lambda g, y, c, a: (chain(g, y * math.log(2.0)),),
+    "log": lambda g, y, c, a: (chain(g, 1.0 / a),),
+    "log2": lambda g, y, c, a: (chain(g, 1.0 / (a * math.log(2.0))),),
+    "sqrt": lambda g, y, c, a: (chain(g, 0.5 / y),),
+    "rsqrt": lambda g, y, c, a: (chain(g, -0.5 * y * y * y),),
+    "pow": lambda g, y, c, a: (chain(g, c * FUNCTIONS["pow"](a, c - 1.0)),),
+    "tanh": lambda g, y, c, a: (chain(g, 1.0 - y * y),),
+    "sigmoid": lambda g, y, c, a: (chain(g, y * (1.0 - y)),),
+    "sin": lambda g, y, c, a: (chain(g, FUNCTIONS["cos"](a)),),
+    "cos": lambda g, y, c, a: (chain(g, -FUNCTIONS["sin"](a)),),
+    "erf": lambda g, y, c, a: (chain(g, (2.0 / math.sqrt(math.pi)) * FUNCTIONS["exp"](-(a * a))),),
 }

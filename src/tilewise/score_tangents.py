@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .expressions import Expr, Graph, Instruction
-from .score_mod import _ADJOINTS, Program, _chain, _execute, _scatter, compact
+from .score_mod import ADJOINTS, Program, chain, compact, execute, scatter
 
 _TANGENT_OF = {"score": "score_tangent", "grad": "grad_tangent"}
 
@@ -40,7 +40,7 @@ class Tangents:
         self, env: Mapping[str, Tensor], captured: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         moving = [place for place in self.tangents if place is not None]
-        results = _execute(self.instructions, [*self.values, *moving], env, captured, dtype)
+        results = execute(self.instructions, [*self.values, *moving], env, captured, dtype)
         queue = iter(results[len(self.values) :])
         return results[: len(self.values)], [None if place is None else next(queue) for place in self.tangents]
 
@@ -62,9 +62,9 @@ def _push(instruction: Instruction, value: Expr, values: list[Expr], tangents: l
         if tangent is None:
             continue
         if op == "chain":  # grad * slope: linear in both
-            part: Expr | None = _chain(tangent, operands[1]) if position == 0 else _chain(operands[0], tangent)
-        elif op in _ADJOINTS:
-            part = _ADJOINTS[op](tangent, value, constant, *operands)[position]
+            part: Expr | None = chain(tangent, operands[1]) if position == 0 else chain(operands[0], tangent)
+        elif op in ADJOINTS:
+            part = ADJOINTS[op](tangent, value, constant, *operands)[position]
         else:
             part = None
         if part is not None:
@@ -117,10 +117,10 @@ def vjp_jvp(
     if derivative.dscore is not None:
         dscore = values[0].expand(grad.shape)
         tdscore = tdscore if tangents[0] is None else tangents[0].expand(grad.shape)
-    indices = iter(_execute(derivative.instructions, [n for read in derivative.reads for n in read.indices], env, captured, grad.dtype))
+    indices = iter(execute(derivative.instructions, [n for read in derivative.reads for n in read.indices], env, captured, grad.dtype))
     for read, tangent in zip(derivative.reads, tangents[len(tangents) - len(derivative.reads) :], strict=True):
         own = [next(indices) for _ in read.indices]
         total = into[read.slot]
         if total is not None and tangent is not None:
-            _scatter(total, tangent, own)
+            scatter(total, tangent, own)
     return dscore, tdscore

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import _finite, attention
-from ..checks import typed
+from ..api import attention
+from ..checks import broadcasts, check_finite, typed
 from ..errors import UnsupportedAttention
 
 
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     q, k, v = _broadcast(query, key, value, enable_gqa)
     mask = None if attn_mask is None else _matrix(attn_mask, (*q.shape[:-1], k.shape[-2]))
     if scale is not None:
-        _finite("scale", scale)
+        check_finite("scale", scale)
     window_right = -1
     if is_causal:
         num_queries, num_keys = q.shape[-2], k.shape[-2]
@@ -86,7 +86,7 @@ def _matrix(attn_mask: Tensor, wanted: tuple[int, ...]) -> Tensor:
     if typed("attn_mask", attn_mask, Tensor).dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it must be bool, True = takes part, or floating and added to the scores")
     given = tuple(attn_mask.shape)
-    if len(given) > len(wanted) or any(have not in (1, want) for have, want in zip(reversed(given), reversed(wanted), strict=False)):
+    if not broadcasts(given, wanted):
         raise ValueError(f"attn_mask has shape {given}, which does not broadcast to (..., Hq, L, S) = {wanted}")
     return attn_mask[(None,) * max(2 - attn_mask.ndim, 0)]
 

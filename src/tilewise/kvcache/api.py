@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import repeats
-from ..api import Aux, _autocast, _aux_names, _finite, _tighter
-from ..checks import check_window, typed
+from ..api import Aux, autocast
+from ..checks import broadcasts, check_finite, check_return_aux, check_window, typed
 from ..errors import UnsupportedAttention
 from ..expressions import Graph, Tracing, same_device
-from ..mask_base import Pair
+from ..mask_base import Pair, intersection
 from ..masks import And, Mask, conjuncts
 from ..score_mod import program_text
 from . import checks, ops
@@ -159,12 +159,12 @@ def _append_and_read(
     direct: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, validated; `direct` leaves the dispatcher out, for calls that nothing watches."""
-    q, k, v = _cast_new(q, k, v)
+    q, k, v = cast_new(q, k, v)
     checks.refuse_gradients(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes,
         learnable_sink=learnable_sink, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
-    names = _aux_names(return_aux)
+    names = check_return_aux(return_aux)
     if set(names) - {"lse"}:
         raise UnsupportedAttention(f"return_aux is {return_aux!r}; a cache call returns 'lse' only, tilewise.attention the others")
     sizes = checks.check_tensors(q, k_cache, v_cache, k, v, page_table, cache_batch_idx)
@@ -172,8 +172,8 @@ def _append_and_read(
     window_left, window_right = check_window(window_size)
     if typed("causal", causal, bool):
         window_right = 0
-    scale = (sizes.head_dim**-0.5 if sizes.head_dim else 1.0) if softmax_scale is None else _finite("softmax_scale", softmax_scale)
-    if _finite("softcap", softcap) < 0:
+    scale = (sizes.head_dim**-0.5 if sizes.head_dim else 1.0) if softmax_scale is None else check_finite("softmax_scale", softmax_scale)
+    if check_finite("softcap", softcap) < 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for no cap")
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits is {num_splits!r}; it must be a whole number of parts, or 0 to let the device and shapes decide")
@@ -183,8 +183,8 @@ def _append_and_read(
     batch_idx = checks.vector("cache_batch_idx", cache_batch_idx, sizes, "the cache row of each item")
     leftpad = checks.vector("cache_leftpad", cache_leftpad, sizes, "the padding of each item")
     cos, sin = checks.rotary(rotary_cos, rotary_sin, rotary_interleaved, sizes)
-    slopes = _per_head("alibi_slopes", alibi_slopes, [(sizes.heads,), (sizes.batch, sizes.heads)], sizes)
-    sink = _per_head("learnable_sink", learnable_sink, [(sizes.heads,)], sizes)
+    slopes = per_head("alibi_slopes", alibi_slopes, [(sizes.heads,), (sizes.batch, sizes.heads)], sizes)
+    sink = per_head("learnable_sink", learnable_sink, [(sizes.heads,)], sizes)
     k_scale, v_scale = (checks.descale(name, x, k_cache, sizes) for name, x in (("k_descale", k_descale), ("v_descale", v_descale)))
     if check_values:
         checks.check_values_on_device(seqlens, page_table, batch_idx, leftpad, sizes)
@@ -194,8 +194,8 @@ def _append_and_read(
     if isinstance(mask, Tensor):
         visible = _rank4(mask, sizes)
     elif mask is not None:
-        left, right, mask_mod, captured = _lower(mask, sizes)
-        window_left, window_right = _tighter(window_left, left), _tighter(window_right, right)
+        window, mask_mod, captured = lower_rule(mask, sizes)
+        window_left, window_right = intersection((window_left, window_right), window)
 
     if k is not None and seqlens is not None:
         ops.cache_append(
@@ -210,9 +210,9 @@ def _append_and_read(
     )  # fmt: skip
 
 
-def _cast_new(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def cast_new(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Inside autocast the new tensors become its dtype; a cache keeps its own."""
-    cast = _autocast(q, q if k is None else k, q if v is None else v)
+    cast = autocast(q, q if k is None else k, q if v is None else v)
     return cast[0], None if k is None else cast[1], None if v is None else cast[2]
 
 
@@ -231,7 +231,7 @@ def _lengths(cache_seqlens: Tensor | int | None, sizes: CacheSizes, k: Tensor | 
     return checks.vector("cache_seqlens", cache_seqlens, sizes, "the keys of each item before the append")
 
 
-def _per_head(name: str, x: Tensor | None, allowed: list[tuple[int, ...]], sizes: CacheSizes) -> Tensor | None:
+def per_head(name: str, x: Tensor | None, allowed: list[tuple[int, ...]], sizes: CacheSizes) -> Tensor | None:
     if x is None:
         return None
     typed(name, x, Tensor)
@@ -250,12 +250,12 @@ def _rank4(mask: Tensor, sizes: CacheSizes) -> Tensor:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool with True = visible, or a rule from tilewise.masks")
     if mask.device != sizes.device:
         raise ValueError(f"mask is on {mask.device} but q is on {sizes.device}; move it with .to(q.device)")
-    if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(reversed(mask.shape), reversed(target), strict=False)):
+    if not broadcasts(mask.shape, target):
         raise ValueError(f"mask has shape {tuple(mask.shape)}, which does not broadcast to (B, Hq, Sq, capacity) = {target}")
     return mask[(None,) * (4 - mask.ndim)]
 
 
-def _lower(mask: Any, sizes: CacheSizes) -> tuple[int, int, str, list[Tensor]]:
+def lower_rule(mask: Any, sizes: CacheSizes) -> tuple[tuple[int, int], str, list[Tensor]]:
     """A rule over positions: the window it implies, and the program of the rest with the tensors that it reads."""
     if not isinstance(mask, Mask):
         raise TypeError(
@@ -267,9 +267,9 @@ def _lower(mask: Any, sizes: CacheSizes) -> tuple[int, int, str, list[Tensor]]:
         if not same_device(tensor.device, sizes.device):
             raise ValueError(f"mask {mask!r} is on {tensor.device} but q is on {sizes.device}; move it with mask.to('{sizes.device}')")
     rest = [part for part in conjuncts(mask) if part.window() is None]
-    left, right = mask.implied_window()
+    window = mask.implied_window()
     if not rest:
-        return left, right, "", []
+        return window, "", []
     rule = rest[0]
     for part in rest[1:]:
         rule = And(rule, part)
@@ -277,4 +277,4 @@ def _lower(mask: Any, sizes: CacheSizes) -> tuple[int, int, str, list[Tensor]]:
     with Tracing():
         b, h, p, kv_idx = [graph.var(name) for name in ("b", "h", "p", "kv_idx")]
         visible = graph.lift(rule.predicate(Pair(b, h, p, kv_idx, p, sizes.capacity, sizes.capacity)))
-    return left, right, *program_text(visible)
+    return window, *program_text(visible)

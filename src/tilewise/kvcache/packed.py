@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import Aux, _aux_names, _finite, _tighter
-from ..checks import check_window, typed
+from ..api import Aux
+from ..checks import check_finite, check_return_aux, check_window, typed
 from ..errors import UnsupportedAttention
-from ..mask_base import traced
+from ..mask_base import intersection, traced
 from ..masks import Mask
 from . import checks, ops
-from .api import _cast_new, _lower, _per_head
+from .api import cast_new, lower_rule, per_head
 
 
 def attention_over_pages(
@@ -70,9 +70,9 @@ def attention_over_pages(
     typed("q", q, Tensor)
     if q.ndim != 3:
         raise ValueError(f"q has shape {tuple(q.shape)}; packed queries have rank 3, (total, Hq, D)")
-    q = _cast_new(q, None, None)[0]
+    q = cast_new(q, None, None)[0]
     checks.refuse_gradients(q=q, k=k_pages, v=v_pages, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
-    names = _aux_names(return_aux)
+    names = check_return_aux(return_aux)
     if set(names) - {"lse"}:
         raise UnsupportedAttention(f"return_aux is {return_aux!r}; over pages only 'lse' can be returned")
     items = check_offsets("cu_seqlens_q", cu_seqlens_q, q)
@@ -82,16 +82,16 @@ def attention_over_pages(
     used = checks.vector("seqused_k", seqused_k, sizes, "the keys of each sequence")
     left, right = check_window(window_size)
     right = 0 if typed("causal", causal, bool) else right
-    scale = (sizes.head_dim**-0.5 if sizes.head_dim else 1.0) if softmax_scale is None else _finite("softmax_scale", softmax_scale)
-    if _finite("softcap", softcap) < 0:
+    scale = (sizes.head_dim**-0.5 if sizes.head_dim else 1.0) if softmax_scale is None else check_finite("softmax_scale", softmax_scale)
+    if check_finite("softcap", softcap) < 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for no cap")
     mask_mod = ""
     captured: list[Tensor] = []
     if isinstance(mask, Tensor):
         raise UnsupportedAttention("mask is a tensor; over pages a mask is a rule from tilewise.masks, as the rows of sequences differ")
     if mask is not None:
-        rule_left, rule_right, mask_mod, captured = _lower(mask, sizes)
-        left, right = _tighter(left, rule_left), _tighter(right, rule_right)
+        window, mask_mod, captured = lower_rule(mask, sizes)
+        left, right = intersection((left, right), window)
     if check_values:
         offsets = cu_seqlens_q.tolist()
         if offsets[0] < 0 or offsets[-1] > q.shape[0] or any(a > b for a, b in pairwise(offsets)):
@@ -104,8 +104,8 @@ def attention_over_pages(
         cu_seqlens_q=cu_seqlens_q,
         cache_seqlens=used,
         page_table=page_table,
-        alibi_slopes=_per_head("alibi_slopes", alibi_slopes, [(sizes.heads,), (items, sizes.heads)], sizes),
-        sink=_per_head("learnable_sink", learnable_sink, [(sizes.heads,)], sizes),
+        alibi_slopes=per_head("alibi_slopes", alibi_slopes, [(sizes.heads,), (items, sizes.heads)], sizes),
+        sink=per_head("learnable_sink", learnable_sink, [(sizes.heads,)], sizes),
         k_descale=checks.descale("k_descale", k_descale, k_pages, sizes),
         v_descale=checks.descale("v_descale", v_descale, k_pages, sizes),
         captured=captured,
