@@ -394,8 +394,12 @@ def test_a_mask_says_when_its_tensors_were_written_to() -> None:
         copied = copy.deepcopy(mask)
         attention(x, x, x, mask=mask)
         written.zero_()
-        with pytest.raises(ValueError, match=r"mask was built from tensors that were written to since.*build it again"):
+        refused = r"mask was built from tensors that were written to since.*build it again"
+        with pytest.raises(ValueError, match=refused):
             attention(x, x, x, mask=mask)
         attention(x, x, x, mask=copied)
+        copied.lowered.captured[0].zero_()
+        with pytest.raises(ValueError, match=refused):
+            attention(x, x, x, mask=copied)
         again = attention(x, x, x, mask=BlockMask(rule, 64, block_size=16))
         torch.testing.assert_close(again, attention(x, x, x, mask=rule))

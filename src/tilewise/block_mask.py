@@ -345,8 +345,8 @@ class BlockMask:
             b, h, *tile = differ[0].tolist()
             tile = tile if row is None else [row, *tile]
             names = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
-            kinds = (names[int(x[tuple(differ[0])])] for x in (found, expected))
-            raise AssertionError(f"{self!r}: {what} has tile {tuple(tile)} of b={b}, h={h} as {{}}; it is {{}}".format(*kinds))
+            listed, shown = (names[int(x[tuple(differ[0])])] for x in (found, expected))
+            raise AssertionError(f"{self!r}: {what} has tile {tuple(tile)} of b={b}, h={h} as {listed}; it is {shown}")
 
     # What calls ask of it.
 
@@ -363,7 +363,11 @@ class BlockMask:
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"read": []}  # copies of tensors count their writes anew
+        return self.__dict__ | {"read": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.read = tile_cache.versions([*self.rule.tensors(), *self.lowered.captured])  # copies of tensors count their writes anew
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool = False) -> None:
         """Raises where the mask was built for another call; `ragged` says that batch items have lengths of their own."""
