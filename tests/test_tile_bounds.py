@@ -60,6 +60,12 @@ def test_functions(name: str) -> None:
     compare(masks.Custom(function), (150, 90), (32, 16), 0.0)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32", "uint64", "float32"])
+def test_numbers_of_documents_in_other_dtypes(dtype: str) -> None:
+    ids = IDS.to(getattr(torch, dtype))
+    compare(masks.Custom(lambda b, h, q, k: ids[q] == ids[k]), (200, 200), (16, 16), 1.0 if dtype in ("uint8", "int16") else 0.0)
+
+
 @pytest.mark.parametrize("sizes", [(100, 75), (1, 70)], ids=str)
 def test_rules(sizes: tuple[int, int]) -> None:
     for rule in rules_for(*sizes).values():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .tile_status import EMPTY, FULL, UNKNOWN
+from .tile_status import EMPTY, FULL, UNKNOWN, ends_of_blocks
 
 if TYPE_CHECKING:
     from .expressions import Instruction
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TOGETHER = 1 << 22  # tiles: an instruction takes up to 16 bytes of each
 LARGEST_INDEX, LARGEST = 1 << 33, 1 << 62
+COMPARED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch has no minimum of wider unsigned integers
 
 
 class Interval(NamedTuple):
@@ -67,9 +68,7 @@ def _program_interval(program: Program, captured: list[Tensor], status: Tensor, 
             known.append(_constant(instruction, device))
         elif instruction.op == "load":
             at = tuple(program.instructions[i].value if program.instructions[i].op == "var" else "" for i in instruction.args)
-            found = (
-                None if captured[instruction.value].dtype.is_floating_point else _loaded(captured[instruction.value], at, batch, grid, m, n)
-            )
+            found = _loaded(captured[instruction.value], at, batch, grid, m, n)
             known.append(found or (anything if instruction.kind == "bool" else None))
         else:
             sources = [program.instructions[i] for i in instruction.args]
@@ -95,15 +94,13 @@ def _loaded(tensor: Tensor, at: tuple[str, ...], batch: int, grid: Grid, m: Tens
     """Of a tensor read at [q_idx] or [kv_idx], or for each batch item at [b, q_idx] or [b, kv_idx]: from the ends of its blocks."""
     over_keys = at[-1:] == ("kv_idx",)
     length, block, blocks = (grid.seqlen_k, grid.block_n, n) if over_keys else (grid.seqlen_q, grid.block_m, m)
-    if at[-1:] not in (("q_idx",), ("kv_idx",)) or at[:-1] not in ((), ("b",)) or tensor.dtype in (torch.bool, torch.uint64):
+    if at[-1:] not in (("q_idx",), ("kv_idx",)) or at[:-1] not in ((), ("b",)) or tensor.dtype not in COMPARED:
         return None
     if tensor.shape[-1] < length or (at[0] == "b" and tensor.shape[0] < batch):  # what lies outside reads as 0
         return None
-    # Repeating the last number pads the last block without a new one.
-    index = torch.arange(-(-length // block) * block, device=tensor.device).clamp(max=length - 1)
-    cut = (tensor[:batch] if at[0] == "b" else tensor[None])[:, index].unflatten(1, (-1, block))  # (B or 1, blocks, block)
-    low, high = (end.to(torch.int64)[:, None, blocks] for end in (cut.amin(2), cut.amax(2)))
-    return Interval(low, high, min(LARGEST - 1, 1 << (8 * tensor.element_size() - 1)))
+    rows = tensor[:batch] if at[0] == "b" else tensor[None]  # (B or 1, length or more)
+    low, high = (end.to(torch.int64)[:, None, blocks] for end in ends_of_blocks(rows, block, length))
+    return Interval(low, high, min(LARGEST - 1, torch.iinfo(tensor.dtype).max + 1))
 
 
 def _interval(instruction: Instruction, given: list[Interval | None], sources: list[Instruction]) -> Interval | None:

@@ -221,22 +221,23 @@ def _of_blocks(rule: Blocks, grid: Grid) -> Known | None:
 
 def _of_documents(rule: Document, grid: Grid) -> Tensor:
     """Blocks whose numbers do not overlap share nothing; two blocks of one and the same number share everything."""
-
-    def ends(ids: Tensor, block: int, count: int) -> tuple[Tensor, Tensor]:
-        # Repeating the last number pads the last block without a new one.
-        index = torch.arange(count * block, device=ids.device).clamp(max=ids.shape[1] - 1)
-        cut = ids[:, index].unflatten(1, (count, block))
-        return cut.amin(2), cut.amax(2)
-
     keys = rule.ids if rule.kv_ids is None else rule.kv_ids
     if not (grid.rows and grid.columns):
         return torch.zeros(1, 1, grid.rows, grid.width, dtype=torch.uint8, device=rule.ids.device)
-    q_low, q_high = (x[:, :, None] for x in ends(rule.ids, grid.block_m, grid.rows))
+    q_low, q_high = (x[:, :, None] for x in ends_of_blocks(rule.ids, grid.block_m, grid.seqlen_q))
     blocks = grid.blocks(rule.ids.device)
-    k_low, k_high = (x[:, blocks] for x in ends(keys, grid.block_n, grid.columns))
+    k_low, k_high = (x[:, blocks] for x in ends_of_blocks(keys, grid.block_n, grid.seqlen_k))
     apart = (q_high < k_low) | (k_high < q_low)
     one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
     return torch.where(one, FULL, torch.where(apart, EMPTY, UNKNOWN)).to(torch.uint8)[:, None]
+
+
+def ends_of_blocks(x: Tensor, block: int, length: int) -> tuple[Tensor, Tensor]:
+    """The least and the largest number in each block of the first `length` columns of x (B, columns): (B, blocks) each."""
+    # Repeating the last number pads the last block without a new one.
+    index = torch.arange(-(-length // block) * block, device=x.device).clamp(max=length - 1)
+    cut = x[:, index].unflatten(1, (-1, block))
+    return cut.amin(2), cut.amax(2)
 
 
 # ------------------------------------------------------------------------------------------------------- from the rule's program
