@@ -25,8 +25,8 @@ DIRECTIONS = ("q", "k", "v")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", FEATURES)
 def test_tangents_are_as_exact_as_unfused_ones(name, head_dim, dtype):
-    """Error against float64: at most 1.5 times that of the unfused computation of the same dtype, and four units in the
-    last place of the largest element: sums over keys run in another order."""
+    """Error against float64: at most 1.5 times that of the unfused computation of the same dtype, and one rounding of the
+    largest element; in float32 four units in its last place, as sums over keys run in another order."""
     options = FEATURES[name]
     x, u = (qkv(head_dim=head_dim, dtype=dtype) for _ in range(2))
 
@@ -43,7 +43,8 @@ def test_tangents_are_as_exact_as_unfused_ones(name, head_dim, dtype):
     for backend in ("auto",) if dtype == torch.float32 and head_dim > 64 else ("auto", "triton"):
         for got, other, right in zip(tangent(dtype, backend), unfused, exact, strict=True):
             error, allowed = ((y.double() - right).abs().max().item() for y in (got, other))
-            assert error <= 1.5 * allowed + 4 * torch.finfo(got.dtype).eps * right.abs().max().item()
+            rounding = max(torch.finfo(got.dtype).eps / 2, 4 * torch.finfo(torch.float32).eps)
+            assert error <= 1.5 * allowed + rounding * right.abs().max().item()
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (100, 20), "softcap": 5.0}], ids=str)
