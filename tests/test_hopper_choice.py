@@ -55,7 +55,10 @@ DECLINED = {
     "a window": (lambda: listed(masks.Blocks(BITS, 128) & masks.SlidingWindow(100, 0)), "windows"),
     "a diagonal that cuts tiles": (lambda: listed(masks.Blocks(BITS, 128) & masks.Causal(), seqlen_q=1000), "multiple"),
     "a diagonal in large blocks": (lambda: listed(masks.Blocks(BITS[..., :4, :4], 256) & masks.Causal(), 256), "diagonal"),
-    "a mask tensor": (lambda: listed(masks.Dense(torch.ones(1024, 1024, dtype=torch.bool)) & masks.Blocks(BITS, 128)), "mask beside listed"),
+    "a mask tensor": (
+        lambda: listed(masks.Dense(torch.ones(1024, 1024, dtype=torch.bool)) & masks.Blocks(BITS, 128)),
+        "mask beside listed",
+    ),
 }
 
 

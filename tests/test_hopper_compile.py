@@ -197,7 +197,7 @@ def test_shared_memory_of_every_head_dim(dim, dim_v):
 
 
 def test_out_leaves_inside_its_own_part_of_the_query_buffer():
-    from tilewise.kernels.hopper.forward_pass import out_slot
+    from tilewise.kernels.hopper.epilogue import out_slot
 
     for dim in (64, 96, 128, 192, 256):
         for dim_v in (64, 128, 256):

@@ -21,18 +21,13 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 
 from .barriers import (
     arrive,
-    arrive_each_warp,
     arrive_if,
     clear_rows,
     collect,
-    draw_tile,
-    leave_number,
     left_number,
     pass_turn,
     phase_of,
-    publish,
     rescale,
-    retire,
     shared_address,
     stage_of,
     take_turn,
@@ -40,199 +35,35 @@ from .barriers import (
     wait,
     wait_behind,
 )
+from .epilogue import epilogue
 from .gluon_api import (
     BarrierLayout,
-    aggregate,
     barrier_init,
     barrier_invalidate,
-    constexpr_function,
-    descriptor_type,
-    expect_bytes,
     fence_async_shared,
     gl,
     jit,
-    memdesc_type,
     reinterpret,
-    tma_load,
-    tma_store,
     tma_store_wait,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .matrices import Matrix, add_bias, broadcast_coordinate, load_matrix
+from .matrices import Matrix
+from .online_softmax import first_softmax, matrices, online_softmax_update, release_matrices, score
+from .producer import Buffers, Descriptors, producer
 from .walk import (
     Problem,
-    columns,
     find_tile,
     in_every_warp,
-    item_and_head,
-    key_coordinates,
-    listed_block,
-    lists_of,
     mask_scores,
     needs_mask,
     plain_blocks,
-    query_coordinates,
     split_head,
 )
 
 # An arrival count that only the marker of the V tiles has, by which the launcher finds them in the PTX.
 V_MARK = gl.constexpr(29_789)
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-
-
-@aggregate
-class Buffers:
-    """Shared memory of a CTA. Every tile keeps its descriptor's rank 4; `reshape` drops the unit dimensions."""
-
-    q: memdesc_type  # [warpgroups * q_stages * chunks, 1, 1, 64, chunk]
-    k: memdesc_type  # [stages * chunks, 1, 1, block_n, chunk]
-    v: memdesc_type  # [stages, 1, 1, block_n, dim_v]
-    o: memdesc_type  # [.., 1, 1, 64, dim_v]
-    bias: memdesc_type  # [matrix_stages * warpgroups, 1, 1, 64, block_n], where TMA brings it
-    mask: memdesc_type  # likewise
-    barriers: memdesc_type
-
-    @constexpr_function
-    def __init__(self, q, k, v, o, bias, mask, barriers):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.bias = bias
-        self.mask = mask
-        self.barriers = barriers
-
-
-@aggregate
-class Descriptors:
-    q: descriptor_type
-    k: descriptor_type
-    v: descriptor_type
-    o: descriptor_type
-    bias: descriptor_type
-    mask: descriptor_type
-
-    @constexpr_function
-    def __init__(self, q, k, v, o, bias, mask):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.bias = bias
-        self.mask = mask
-
-
-# ---------------------------------------------------------------------------------------------------------------- producer
-
-
-@jit
-def load_queries(C: gl.constexpr, p, desc, mem, base, tile, count):
-    WARPGROUPS: gl.constexpr = C.warpgroups
-    CHUNKS: gl.constexpr = C.chunks
-    stage = stage_of(count, C.q_stages)
-    phase = phase_of(count, C.q_stages)
-    for w in gl.static_range(WARPGROUPS):
-        slot = w * C.q_stages + stage
-        wait(base + 8 * (C.q_empty + slot), phase ^ 1)
-        full = mem.barriers.index(C.q_full + slot)
-        expect_bytes(full, C.q_bytes * C.chunks)
-        for c in gl.static_range(CHUNKS):
-            batch, head, row, column = query_coordinates(C, p, tile, w, c * C.chunk)
-            tma_load(desc.q, [batch, head, row, column], full, mem.q.index(slot * C.chunks + c))
-
-
-@jit
-def load_keys(C: gl.constexpr, p, desc, mem, base, tile, block, count):
-    CHUNKS: gl.constexpr = C.chunks
-    stage = stage_of(count, C.stages)
-    wait(base + 8 * (C.k_empty + stage), phase_of(count, C.stages) ^ 1)
-    if C.listed:
-        leave_number(base + 8 * (C.block_slot + stage_of(count, 2 * C.stages)), block)
-    full = mem.barriers.index(C.k_full + stage)
-    expect_bytes(full, C.k_bytes * C.chunks)
-    for c in gl.static_range(CHUNKS):
-        batch, head, row, column = key_coordinates(C, p, tile, block, c * C.chunk)
-        tma_load(desc.k, [batch, head, row, column], full, mem.k.index(stage * C.chunks + c))
-
-
-@jit
-def load_values(C: gl.constexpr, p, desc, mem, base, tile, block, count):
-    stage = stage_of(count, C.stages)
-    wait(base + 8 * (C.v_empty + stage), phase_of(count, C.stages) ^ 1)
-    full = mem.barriers.index(C.v_full + stage)
-    expect_bytes(full, C.v_bytes)
-    batch, head, row, column = key_coordinates(C, p, tile, block, 0)
-    if C.values_a_head:
-        _, head = split_head(p, tile.batch_head)
-    tma_load(desc.v, [batch, head, row, column], full, mem.v.index(stage))
-
-
-@jit
-def load_matrix_tiles(C: gl.constexpr, p, desc, mem, base, tile, block, count):
-    """The tiles of a bias and a mask tensor that meet a block of keys, those of all consumers at once."""
-    WARPGROUPS: gl.constexpr = C.warpgroups
-    stage = stage_of(count, C.matrix_stages)
-    wait(base + 8 * (C.matrix_empty + stage), phase_of(count, C.matrix_stages) ^ 1)
-    full = mem.barriers.index(C.matrix_full + stage)
-    expect_bytes(full, C.matrix_bytes * C.warpgroups)
-    batch, head = split_head(p, tile.batch_head)
-    key = tile.origin + block * C.block_n
-    for w in gl.static_range(WARPGROUPS):
-        slot = stage * C.warpgroups + w
-        row = tile.row + 64 * w
-        if C.bias == "tma":
-            at = [broadcast_coordinate(batch, p.bias.stride_b), broadcast_coordinate(head, p.bias.stride_h), row, key]
-            tma_load(desc.bias, at, full, mem.bias.index(slot))
-        if C.mask == "tma":
-            at = [broadcast_coordinate(batch, p.mask.stride_b), broadcast_coordinate(head, p.mask.stride_h), row, key]
-            tma_load(desc.mask, at, full, mem.mask.index(slot))
-
-
-@jit
-def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
-    """One warp: draws tiles from the counter, tells the consumers, and keeps K one block ahead of V."""
-    if C.packed:
-        p = in_every_warp(C, p)
-    programs = gl.num_programs(0)
-    base = shared_address(A.barriers, p.seqlen_q)
-    loaded = 0
-    done = 0
-    number = gl.program_id(0)
-    while number < p.tiles:
-        tile = find_tile(C, p, number)
-        this = number
-        number = draw_tile(p.counter_ptr, done) + programs
-        load_queries(C, p, desc, mem, base, tile, done)
-        block = tile.last_block
-        next_block = block - 1
-        if C.listed:
-            # Read one block ahead: the answer comes while TMA waits for a free buffer.
-            lists = lists_of(C, p, this)
-            block, next_block = listed_block(C, lists, 0), listed_block(C, lists, 1)
-        load_keys(C, p, desc, mem, base, tile, block, loaded)
-        if C.matrix_stages:
-            load_matrix_tiles(C, p, desc, mem, base, tile, block, loaded)
-        slot = done & 1
-        wait(base + 8 * (C.next_empty + slot), ((done >> 1) & 1) ^ 1)
-        publish(base + 8 * (C.next_slot + slot), base + 8 * (C.next_full + slot), number)
-        for j in range(tile.blocks - 1):
-            load_keys(C, p, desc, mem, base, tile, next_block, loaded + 1)
-            load_values(C, p, desc, mem, base, tile, block, loaded)
-            if C.matrix_stages:
-                load_matrix_tiles(C, p, desc, mem, base, tile, next_block, loaded + 1)
-            block = next_block
-            next_block = listed_block(C, lists, j + 2) if C.listed else block - 1
-            loaded += 1
-        load_values(C, p, desc, mem, base, tile, block, loaded)
-        loaded += 1
-        done += 1
-    retire(p.counter_ptr, done, programs - 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------- consumer
 
 
 @jit
@@ -256,137 +87,6 @@ def probability_value(C: gl.constexpr, mem, p, v_stage, acc):
     BLOCK_N: gl.constexpr = C.block_n
     DIM_V: gl.constexpr = C.dim_v
     return warpgroup_mma(p, mem.v.index(v_stage).reshape([BLOCK_N, DIM_V]), acc, is_async=True)
-
-
-@jit
-def reciprocal(x):
-    """1 / x within an ulp, 0 for infinity: one instruction where a division is ten."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@jit
-def matrices(C: gl.constexpr, p, mem, base, tile, block, row, count, layout: gl.constexpr, WARPGROUP: gl.constexpr):
-    """(bias, mask) of the scores of one block, as they are stored. Read before the wait for the scores, whose product hides it."""
-    BIAS: gl.constexpr = C.bias
-    MASK: gl.constexpr = C.mask
-    BLOCK_N: gl.constexpr = C.block_n
-    bias, mask = 0, 0
-    stage = 0
-    if C.matrix_stages:
-        stage = stage_of(count, C.matrix_stages)
-        wait(base + 8 * (C.matrix_full + stage), phase_of(count, C.matrix_stages))
-    slot = stage * C.warpgroups + WARPGROUP
-    batch, head = split_head(p, tile.batch_head)
-    rows = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
-    keys = (tile.origin + block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-    if BIAS == "tma":
-        bias = mem.bias.index(slot).reshape([64, BLOCK_N]).load(layout)
-    elif BIAS != "":
-        bias = load_matrix(BIAS, p.bias, batch, head, rows, p.seqlen_q, keys, p.seqlen_k)
-    if MASK == "tma":
-        mask = mem.mask.index(slot).reshape([64, BLOCK_N]).load(layout)
-    elif MASK != "":
-        mask = load_matrix(MASK, p.mask, batch, head, rows, p.seqlen_q, keys, p.seqlen_k)
-    return bias, mask
-
-
-@jit
-def release_matrices(C: gl.constexpr, base, count):
-    """Behind their use: before, the fence would hold up the products that are about to be issued."""
-    if C.matrix_stages:
-        arrive_each_warp(base + 8 * (C.matrix_empty + stage_of(count, C.matrix_stages)))
-
-
-@jit
-def score(C: gl.constexpr, p, tile, block, row, slope, bias, mask, s):
-    """The rules between QK^T and softmax, on one block. s [64, block_n] comes as the plain product."""
-    if C.scale_first:
-        s = s * p.scale
-    if C.softcap:
-        # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale: PTX's own tanh.approx is good for 11 bits only
-        s = p.softcap - 2.0 * p.softcap * reciprocal(1.0 + gl.exp2(s))
-    if C.alibi:
-        layout: gl.constexpr = s.type.layout
-        constant, lane = columns(layout, C.block_n)
-        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
-        position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
-        s = s - slope * gl.abs(position - constant.to(gl.float32))
-    if C.bias != "":
-        s = add_bias(s, bias)
-    if C.mask != "":
-        s = gl.where(mask != 0, s, float("-inf"))
-    return s
-
-
-@jit
-def partial_row_sums(x):
-    """[64, n] -> [64, 4], one column for each lane of a quad: no shuffle until the tile ends."""
-    n: gl.constexpr = x.shape[1]
-    return gl.sum(gl.sum(gl.reshape(x, [64, n // 8, 4, 2]), 3), 1)
-
-
-@jit
-def row_maxima(x):
-    """[64, n] -> [64]. Pairs first: two short chains of maxima are there for ptxas to interleave, not one long one."""
-    n: gl.constexpr = x.shape[1]
-    partial = gl.max(gl.max(gl.reshape(x, [64, n // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(gl.max(partial, 1), gl.SliceLayout(1, x.type.layout))
-
-
-@jit
-def exponents(C: gl.constexpr, p, s, m_i):
-    """Scores as exponents of 2 below the maximum of their row: exactly 0 where s = m_i, and -inf where a row has seen nothing.
-
-    A multiply-add each. Past 2^27 the rounded product m_i * exp_scale would shift a whole row by more than an exponential can hold; there a
-    power of two not below exp_scale stands in for it, whose product is exact: scores that differ at all differ by so much that only those
-    equal to the maximum count. A bias may be as large as float32 allows: far out 1 takes the place of the power, and nothing overflows.
-    """
-    bits = p.exp_scale.to(gl.int32, bitcast=True)
-    power_of_two = ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
-    if C.bias != "":
-        power_of_two = gl.where(gl.maximum(m_i, -m_i) > 1e19, 1.0, power_of_two)
-    offset = m_i * p.exp_scale
-    huge = is_huge(offset)
-    unit = gl.where(huge, power_of_two, p.exp_scale)
-    offset = gl.where(huge, m_i * power_of_two, offset)
-    if C.may_be_empty:
-        offset = gl.where(m_i == float("-inf"), 0.0, offset)
-    return s * unit[:, None] - offset[:, None]
-
-
-@jit
-def is_huge(offset):
-    return gl.maximum(offset, -offset) > 134217728.0
-
-
-@jit
-def first_softmax(C: gl.constexpr, p, s):
-    """m_i [64], l_i [64, 4] and P [64, block_n] of a row's first block."""
-    m_i = row_maxima(s)
-    probability = gl.exp2(exponents(C, p, s, m_i))
-    return m_i, partial_row_sums(probability), probability
-
-
-@jit
-def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
-    """One block more: new m_i and l_i, P, and the factor alpha that the accumulator still needs.
-
-    Where the maximum stays, alpha is exactly 1, and `rescale` skips its products if it stays in every row of a warp. The maximum is always
-    the true one, so that the largest probability is exactly 1: letting it lag behind would skip more, and round that one too.
-    """
-    m_block = row_maxima(s)
-    grows = m_block > m_i
-    change = (m_i - m_block) * p.exp_scale
-    if C.bias != "":
-        # A bias may be far larger than what its values differ by: as in the exponents, products are rounded before they are subtracted.
-        offset = m_block * p.exp_scale
-        change = gl.where(is_huge(offset), change, m_i * p.exp_scale - offset)
-    alpha = gl.exp2(gl.where(grows, change, 0.0))
-    m_i = gl.where(grows, m_block, m_i)
-    probability = gl.exp2(exponents(C, p, s, m_i))
-    block_sum = partial_row_sums(probability)
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, block_sum.type.layout))[:, None] + block_sum
-    return m_i, l_i, probability, alpha
 
 
 @jit
@@ -461,102 +161,6 @@ def attend_block(
         arrive(base + 8 * (C.v_empty + v_stage), thread)
     acc = rescale(acc, alpha)
     return acc, gl.convert_layout(next_prob.to(mem.v.dtype), prob.type.layout), m_i, l_i
-
-
-@jit
-def denominator(C: gl.constexpr, p, tile, m_i, l_i):
-    """(factor of the accumulator, LSE), both [64]. A row that saw no key gets factor 0 and LSE -inf, or the sink's logit."""
-    if C.sink:
-        _, head = split_head(p, tile.batch_head)
-        sink_log2 = gl.load(p.sink_ptr + head).to(gl.float32) * LOG2_E
-        m_log2 = m_i * p.exp_scale
-        if C.bias != "":
-            m_log2 = gl.where(is_huge(m_log2), gl.minimum(m_log2, 3e38), m_log2)
-        top = gl.maximum(m_log2, sink_log2)
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        weight = gl.exp2(m_log2 - shift)
-        total = l_i * weight + gl.exp2(sink_log2 - shift)
-        factor = weight / total
-        lse = (shift + gl.log2(total)) * LN_2
-    elif C.bias != "":
-        factor = 1.0 / l_i
-        m_log2 = m_i * p.exp_scale
-        lse = gl.where(is_huge(m_log2), m_i + gl.log2(l_i) * LN_2, (m_log2 + gl.log2(l_i)) * LN_2)
-    else:
-        factor = 1.0 / l_i
-        lse = (m_i * p.exp_scale + gl.log2(l_i)) * LN_2
-    return gl.where(l_i == 0.0, 0.0, factor), lse
-
-
-@jit
-def write_out(C: gl.constexpr, p, desc, mem, tile, row, acc, WARPGROUP: gl.constexpr):
-    """O [64, dim_v] to memory; the copy by TMA is still under way at the return."""
-    if C.store_tma:
-        # TMA clips what lies past the tensor; rows past a packed sequence are another's.
-        if C.packed:
-            if row + 64 <= tile.rows_stop:
-                store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
-            else:
-                store_rows(C, p, tile, row, acc)
-        else:
-            store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
-    else:
-        store_rows(C, p, tile, row, acc)
-
-
-@jit
-def store_by_tma(C: gl.constexpr, p, desc, mem, tile, acc, WARPGROUP: gl.constexpr):
-    DIM_V: gl.constexpr = C.dim_v
-    slot: gl.constexpr = out_slot(C, WARPGROUP)
-    o_smem = mem.o.index(slot)
-    o_smem.reshape([64, DIM_V]).store(acc.to(mem.o.dtype))
-    fence_async_shared()
-    batch, head, first, column = query_coordinates(C, p, tile, WARPGROUP, 0)
-    tma_store(desc.o, [batch, head, first, column], o_smem)
-
-
-@jit
-def store_rows(C: gl.constexpr, p, tile, row, acc):
-    """From registers, those rows that are this sequence's."""
-    DIM_V: gl.constexpr = C.dim_v
-    layout: gl.constexpr = acc.type.layout
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    cols = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout))
-    batch, head = item_and_head(C, p, tile)
-    head_offset = batch.to(gl.int64) * p.stride_out_b + head.to(gl.int64) * p.stride_out_h
-    offsets = (rows.to(gl.int64) * p.stride_out_s)[:, None] + cols[None, :]
-    visible = (rows < tile.rows_stop)[:, None] & (cols < p.dim_v)[None, :]
-    gl.store(p.out_ptr + head_offset + offsets, acc.to(p.out_ptr.dtype.element_ty), mask=visible)
-
-
-@constexpr_function
-def out_slot(C, warpgroup):
-    """Which O tile a warp group writes: its own, or one that lies inside its own part of Q's buffer."""
-    if C.own_out_buffer:
-        return warpgroup
-    mine = C.chunks * C.q_bytes
-    return -(-warpgroup * mine // C.out_bytes)
-
-
-@jit
-def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP: gl.constexpr):
-    """Divide by the denominator and write O and LSE."""
-    row_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    factor, lse = denominator(C, p, tile, m_i, l_i)
-    rows = row + gl.arange(0, 64, layout=m_i.type.layout)
-    rows_o = row + gl.arange(0, 64, layout=row_layout)
-    factor = gl.convert_layout(factor, row_layout)
-    if C.lengths_q:
-        lse = gl.where(rows < tile.rows_end, lse, float("-inf"))
-        factor = gl.where(rows_o < tile.rows_end, factor, 0.0)
-    out = acc * factor[:, None]
-    if C.may_be_empty or C.lengths_q:
-        out = gl.where((factor == 0.0)[:, None], 0.0, out)  # the accumulator may hold NaN there
-    write_out(C, p, desc, mem, tile, row, out, WARPGROUP)
-    batch_head = tile.batch_head
-    if C.packed:
-        _, batch_head = split_head(p, batch_head)
-    gl.store(p.lse_ptr + batch_head.to(gl.int64) * p.seqlen_q + rows, lse, mask=rows < tile.rows_stop)
 
 
 @jit

@@ -1,0 +1,169 @@
+"""The warps of the Hopper backward kernel that move tiles: one loads them into shared memory, two add dQ to memory."""
+
+from .backward_walk import find_keys, first_key_block, key_coordinates, query_coordinates, row_of
+from .barriers import arrive_each_warp, await_turn, give_turn, phase_of, shared_address, stage_of, wait
+from .gluon_api import (
+    aggregate,
+    constexpr_function,
+    descriptor_type,
+    expect_bytes,
+    gl,
+    jit,
+    memdesc_type,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+)
+from .matrices import broadcast_coordinate
+
+
+@aggregate
+class Buffers:
+    """Shared memory of a CTA. Tiles keep their descriptor's rank; `reshape` drops the unit dimensions."""
+
+    q: memdesc_type  # [stages, 1, 1, block_m, dim]
+    do: memdesc_type  # [stages, 1, 1, block_m, dim_v]
+    lse: memdesc_type  # [stages, block_m]
+    lse_rest: memdesc_type  # [stages, block_m], with a bias
+    bias: memdesc_type  # [stages, 1, 1, block_m, block_n], where TMA brings it
+    mask: memdesc_type  # likewise
+    delta: memdesc_type  # [stages, block_m]
+    k: memdesc_type  # [1, 1, block_n, dim]
+    v: memdesc_type  # [1, 1, block_n, dim_v]
+    p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
+    ds: memdesc_type  # [block_n, block_m]
+    dq: memdesc_type  # [block_m, dq_columns] float32
+    barriers: memdesc_type
+
+    @constexpr_function
+    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, barriers):
+        self.q = q
+        self.do = do
+        self.lse = lse
+        self.lse_rest = lse_rest
+        self.bias = bias
+        self.mask = mask
+        self.delta = delta
+        self.k = k
+        self.v = v
+        self.p = p
+        self.ds = ds
+        self.dq = dq
+        self.barriers = barriers
+
+
+@aggregate
+class Descriptors:
+    q: descriptor_type
+    k: descriptor_type
+    v: descriptor_type
+    do: descriptor_type
+    lse: descriptor_type  # all rows of all heads, each head padded to whole blocks
+    delta: descriptor_type
+    dq: descriptor_type  # likewise, [rows, dim] float32
+    dk: descriptor_type
+    dv: descriptor_type
+    lse_rest: descriptor_type
+    bias: descriptor_type
+    mask: descriptor_type
+
+    @constexpr_function
+    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.do = do
+        self.lse = lse
+        self.delta = delta
+        self.dq = dq
+        self.dk = dk
+        self.dv = dv
+        self.lse_rest = lse_rest
+        self.bias = bias
+        self.mask = mask
+
+
+@jit
+def matrix_coordinates(x, tile, head, row):
+    """Where the part of a bias or mask that meets a tile of scores starts, for TMA."""
+    return [broadcast_coordinate(tile.batch, x.stride_b), broadcast_coordinate(head, x.stride_h), row, tile.key]
+
+
+@jit
+def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
+    """One warp: K and V once, then Q with its LSE and dO with its delta, block after block."""
+    base = shared_address(A, p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
+    if (not C.packed) or tile.blocks > 0:
+        k_full = mem.barriers.index(C.k_full)
+        v_full = mem.barriers.index(C.v_full)
+        expect_bytes(k_full, C.k_bytes)
+        tma_load(desc.k, key_coordinates(C, tile), k_full, mem.k)
+        expect_bytes(v_full, C.v_bytes)
+        tma_load(desc.v, key_coordinates(C, tile), v_full, mem.v)
+    count = 0
+    for g in range(p.group):
+        head = tile.head_k * p.group + g
+        for j in range(tile.blocks):
+            block = tile.last_block - j
+            row = row_of(C, p, tile, head, block)
+            stage = stage_of(count, C.stages)
+            wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
+            q_full = mem.barriers.index(C.q_full + stage)
+            expect_bytes(q_full, C.q_stage_bytes)
+            tma_load(desc.q, query_coordinates(C, tile, head, block), q_full, mem.q.index(stage))
+            tma_load(desc.lse, [row], q_full, mem.lse.index(stage))
+            if C.bias != "":
+                tma_load(desc.lse_rest, [row], q_full, mem.lse_rest.index(stage))
+            if C.bias == "tma":
+                at = matrix_coordinates(p.bias, tile, head, block * C.block_m)
+                tma_load(desc.bias, at, q_full, mem.bias.index(stage))
+            if C.mask == "tma":
+                at = matrix_coordinates(p.mask, tile, head, block * C.block_m)
+                tma_load(desc.mask, at, q_full, mem.mask.index(stage))
+            do_stage = stage_of(count, C.do_stages)
+            wait(base + 8 * (C.do_empty + do_stage), phase_of(count, C.do_stages) ^ 1)
+            do_full = mem.barriers.index(C.do_full + do_stage)
+            expect_bytes(do_full, C.do_bytes + C.row_bytes)
+            tma_load(desc.do, query_coordinates(C, tile, head, block), do_full, mem.do.index(do_stage))
+            tma_load(desc.delta, [row], do_full, mem.delta.index(do_stage))
+            count += 1
+
+
+@jit
+def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
+    """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
+    one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
+    """
+    PARTS: gl.constexpr = C.dq_parts
+    base = shared_address(A, p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
+    last = p.group * tile.blocks * PARTS
+    count = WARP
+    head = tile.head_k * p.group
+    block = tile.last_block - WARP // PARTS
+    while count < last:
+        while block <= tile.last_block - tile.blocks:
+            block += tile.blocks
+            head += 1
+        part = (count & 1) if PARTS == 2 else 0
+        row = row_of(C, p, tile, head, block)
+        if C.ordered:
+            turn = tile.block - first_key_block(C, p, tile, block)
+            turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
+            await_turn(turn_ptr, turn)
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            if turn == 0:
+                tma_store(desc.dq, [row, part * C.dq_columns], mem.dq)
+            else:
+                tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+        else:
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+        tma_store_wait(0)
+        arrive_each_warp(base + 8 * C.dq_empty)
+        if C.ordered:
+            give_turn(turn_ptr, count)
+        count += 2
+        block -= 2 // PARTS

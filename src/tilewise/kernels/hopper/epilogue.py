@@ -1,0 +1,101 @@
+"""The end of a tile in the Hopper forward kernel: the denominator, and O and LSE on their way to memory."""
+
+from .gluon_api import constexpr_function, fence_async_shared, gl, jit, tma_store
+from .online_softmax import LN_2, LOG2_E, is_huge
+from .walk import item_and_head, query_coordinates, split_head
+
+
+@jit
+def denominator(C: gl.constexpr, p, tile, m_i, l_i):
+    """(factor of the accumulator, LSE), both [64]. A row that saw no key gets factor 0 and LSE -inf, or the sink's logit."""
+    if C.sink:
+        _, head = split_head(p, tile.batch_head)
+        sink_log2 = gl.load(p.sink_ptr + head).to(gl.float32) * LOG2_E
+        m_log2 = m_i * p.exp_scale
+        if C.bias != "":
+            m_log2 = gl.where(is_huge(m_log2), gl.minimum(m_log2, 3e38), m_log2)
+        top = gl.maximum(m_log2, sink_log2)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        weight = gl.exp2(m_log2 - shift)
+        total = l_i * weight + gl.exp2(sink_log2 - shift)
+        factor = weight / total
+        lse = (shift + gl.log2(total)) * LN_2
+    elif C.bias != "":
+        factor = 1.0 / l_i
+        m_log2 = m_i * p.exp_scale
+        lse = gl.where(is_huge(m_log2), m_i + gl.log2(l_i) * LN_2, (m_log2 + gl.log2(l_i)) * LN_2)
+    else:
+        factor = 1.0 / l_i
+        lse = (m_i * p.exp_scale + gl.log2(l_i)) * LN_2
+    return gl.where(l_i == 0.0, 0.0, factor), lse
+
+
+@jit
+def write_out(C: gl.constexpr, p, desc, mem, tile, row, acc, WARPGROUP: gl.constexpr):
+    """O [64, dim_v] to memory; the copy by TMA is still under way at the return."""
+    if C.store_tma:
+        # TMA clips what lies past the tensor; rows past a packed sequence are another's.
+        if C.packed:
+            if row + 64 <= tile.rows_stop:
+                store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
+            else:
+                store_rows(C, p, tile, row, acc)
+        else:
+            store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
+    else:
+        store_rows(C, p, tile, row, acc)
+
+
+@jit
+def store_by_tma(C: gl.constexpr, p, desc, mem, tile, acc, WARPGROUP: gl.constexpr):
+    DIM_V: gl.constexpr = C.dim_v
+    slot: gl.constexpr = out_slot(C, WARPGROUP)
+    o_smem = mem.o.index(slot)
+    o_smem.reshape([64, DIM_V]).store(acc.to(mem.o.dtype))
+    fence_async_shared()
+    batch, head, first, column = query_coordinates(C, p, tile, WARPGROUP, 0)
+    tma_store(desc.o, [batch, head, first, column], o_smem)
+
+
+@jit
+def store_rows(C: gl.constexpr, p, tile, row, acc):
+    """From registers, those rows that are this sequence's."""
+    DIM_V: gl.constexpr = C.dim_v
+    layout: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout))
+    batch, head = item_and_head(C, p, tile)
+    head_offset = batch.to(gl.int64) * p.stride_out_b + head.to(gl.int64) * p.stride_out_h
+    offsets = (rows.to(gl.int64) * p.stride_out_s)[:, None] + cols[None, :]
+    visible = (rows < tile.rows_stop)[:, None] & (cols < p.dim_v)[None, :]
+    gl.store(p.out_ptr + head_offset + offsets, acc.to(p.out_ptr.dtype.element_ty), mask=visible)
+
+
+@constexpr_function
+def out_slot(C, warpgroup):
+    """Which O tile a warp group writes: its own, or one that lies inside its own part of Q's buffer."""
+    if C.own_out_buffer:
+        return warpgroup
+    mine = C.chunks * C.q_bytes
+    return -(-warpgroup * mine // C.out_bytes)
+
+
+@jit
+def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP: gl.constexpr):
+    """Divide by the denominator and write O and LSE."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    factor, lse = denominator(C, p, tile, m_i, l_i)
+    rows = row + gl.arange(0, 64, layout=m_i.type.layout)
+    rows_o = row + gl.arange(0, 64, layout=row_layout)
+    factor = gl.convert_layout(factor, row_layout)
+    if C.lengths_q:
+        lse = gl.where(rows < tile.rows_end, lse, float("-inf"))
+        factor = gl.where(rows_o < tile.rows_end, factor, 0.0)
+    out = acc * factor[:, None]
+    if C.may_be_empty or C.lengths_q:
+        out = gl.where((factor == 0.0)[:, None], 0.0, out)  # the accumulator may hold NaN there
+    write_out(C, p, desc, mem, tile, row, out, WARPGROUP)
+    batch_head = tile.batch_head
+    if C.packed:
+        _, batch_head = split_head(p, batch_head)
+    gl.store(p.lse_ptr + batch_head.to(gl.int64) * p.seqlen_q + rows, lse, mask=rows < tile.rows_stop)
