@@ -2,8 +2,8 @@
 # What `make gpu` runs: the GPU tests, then the benchmark, its short tables last. Works on a machine without a network.
 #
 # Options are environment variables:
-#   TESTS=1            0 leaves the tests out             TEST_BUDGET=270   seconds for all of them
-#   TEST_ARGS=         more arguments for pytest          TEST_JOBS=8       processes
+#   TESTS=1            0 leaves the tests out             TEST_BUDGET=330   seconds for all of them
+#   TEST_ARGS=         more arguments for pytest          TEST_JOBS=        processes, by default one a core, 16 at most
 #   BENCH=1            0 leaves the benchmark out         BENCH_BUDGET=240  seconds for all of it, ends with what it has
 #   CASES=...          groups or id patterns, in order    PASSES=fwd,bwd    of fwd,bwd,fwd+bwd
 #   PROVIDERS=...      ours and the peers to time         BENCH_ARGS=       more arguments for the benchmark
@@ -48,11 +48,11 @@ PY
 status=0
 if [[ ${TESTS:-1} == 1 ]]; then
   jobs=()
-  "$PYTHON" -c "import xdist" 2>/dev/null && jobs=(-n "${TEST_JOBS:-8}" --dist worksteal)
+  "$PYTHON" -c "import xdist" 2>/dev/null && jobs=(-n "${TEST_JOBS:-$(($(nproc) < 16 ? $(nproc) : 16))}" --dist worksteal)
   limit=()
   "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120)
   eval "more=(${TEST_ARGS:-})" # words with quotes, such as -k 'not hopper'
-  timeout --signal INT --kill-after 10 "${TEST_BUDGET:-270}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
+  timeout --signal INT --kill-after 10 "${TEST_BUDGET:-330}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
     "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 --disable-warnings "${more[@]}" >"$logs/gpu-tests.log" 2>&1 || status=$?
   grep -E "^(FAILED|ERROR)" "$logs/gpu-tests.log" | cut -c1-200 | head -25
   tail -n 12 "$logs/gpu-tests.log" | cut -c1-160
