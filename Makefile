@@ -68,7 +68,7 @@ lint: $(VENV)/.dev
 	$(VPY) -m mypy
 
 test: lint .venv36/.ready
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VPY) -m pytest -n $(JOBS) -m "not gpu"
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VPY) -m pytest -n $(JOBS) --dist worksteal --durations 12 -m "not gpu"
 
 docs: $(VENV)/.dev
 	$(VPY) -m mkdocs build --strict

@@ -43,6 +43,7 @@ SPILLED = {
     ("attention_dkdv", "sm90", "lists"): 56,
     ("attention_dkdv", "sm90", "hidden"): 120,
     ("attention_forward", "sm80", "aux"): 8,
+    ("attention_forward", "sm80", "lists"): 16,
     ("attention_dkdv", "sm90", "everything"): 48,
     ("attention_dq", "sm90", "everything"): 48,
     ("attention_dkdv", "sm80", "everything"): 152,

@@ -71,7 +71,7 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
         256: Config(128, 32, 8, 2, True),
     },
     ("sm100", 16, DKDV): {64: Config(64, 128, 8, 2, True), 128: Config(64, 128, 8, 1, True), 256: Config(32, 64, 8, 1, True)},
-    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(128, 64, 8, 1, True), 256: Config(64, 32, 8, 1, True)},
+    ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(64, 64, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
     ("sm100", 32, FORWARD): {64: Config(128, 64, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
     ("sm100", 32, DKDV): {64: Config(64, 64, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     ("sm100", 32, DQ): {64: Config(64, 64, 8, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 32, 8, 1)},
