@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import reference
+from tilewise import BlockMask, masks, reference
 from tilewise.kernels.hopper import backward_launch
 from tilewise.kernels.hopper.hidden import finite_copy
 from tilewise.plan import Cotangents, Gradients, Operands, Rules, Saved
+from tilewise.tile_lists import TileLists
 
 from . import helpers
 
@@ -44,8 +45,12 @@ class StandIn:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         rows, keys = torch.arange(padded)[:, None], torch.arange(seqlen_k)
         seen = torch.ones(padded, seqlen_k, dtype=torch.bool)
+        if c.listed:  # what is not visited is not read
+            seen = StandIn.listed(a, c, padded, seqlen_k)
+            q, do = (torch.where(seen.any(3)[..., None], x, 0.0) for x in (q, do))
+            k, v = (torch.where(seen.any(2)[..., None], x, 0.0) for x in (k, v))
         if c.right:
-            seen &= keys <= rows + seqlen_k - seqlen_q + a["window_right"]
+            seen = seen & (keys <= rows + seqlen_k - seqlen_q + a["window_right"])
         exponent = q @ k.mT * a["exp_scale"] - lse[..., None]
         if c.bias:
             rest = a["lse_rest_desc"].base.view(batch, heads, -1)
@@ -58,7 +63,7 @@ class StandIn:
         if not (c.bias or c.mask):
             ds = torch.where(prob == 0, 0.0, ds)
         nothing = lse[..., None] == float("inf")
-        if not (c.bias or c.mask):
+        if not (c.bias or c.mask or c.listed):
             q, do = (torch.where(nothing, 0.0, x) for x in (q, do))
 
         def of_key_heads(x):
@@ -76,6 +81,24 @@ class StandIn:
             a["dq_desc"].base.copy_(dq)
         else:
             a["dq_desc"].base.add_(dq)
+
+    @staticmethod
+    def listed(a, c, padded, seqlen_k):
+        """The pairs that the records lead to, (B, Hq, padded, seqlen_k)."""
+        lists, group = StandIn.lists, a["group"]
+        batch, heads_k = lists.records.shape[:2]
+        seen = torch.zeros(batch, heads_k, group, padded, seqlen_k, dtype=torch.bool)
+        for b, head_k, rank in np.ndindex(batch, heads_k, a["key_tiles"]):
+            tile, _, *fields = lists.records[b, head_k, rank].tolist()
+            keys = slice(tile * c.block_n, tile * c.block_n + c.block_n)
+            for g in range(group):
+                entries = fields[4 * g : 4 * g + 4]
+                for count, start, idx in zip(entries[:2], entries[2:], (lists.partial, lists.full), strict=True):
+                    for entry in idx.flatten()[start : start + count].tolist():
+                        rows = slice(entry * c.block_m << c.log2_list, (entry + 1) * c.block_m << c.log2_list)
+                        assert not seen[b, head_k, g, rows, keys].any() and rows.stop <= padded
+                        seen[b, head_k, g, rows, keys] = True
+        return seen.flatten(1, 2)
 
     def packed(self, a):
         """Tile by tile, as the records say."""
@@ -145,10 +168,27 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *TENSORS])
+# Beside NaN in a block of keys that nobody sees, in a block of queries that sees nothing, and in what reaches its output.
+LISTS = {
+    "lists": {"blocks": (1, 1), "seqlen_q": 300, "seqlen_k": 400},
+    "lists of heads, grouped, sink": {
+        "blocks": (2, 4),
+        "seqlen_q": 384,
+        "seqlen_k": 640,
+        "kv_heads": 2,
+        "dim": 128,
+        "sink": True,
+        "right": 0,
+    },
+    "lists of 256 queries": {"blocks": (1, 4), "list": (256, 128), "seqlen_q": 300, "seqlen_k": 400, "dim": 40, "kv_heads": 2},
+    "lists, the diagonal unknown to them, d256": {"blocks": (1, 1), "seqlen_q": 256, "seqlen_k": 256, "dim": 256, "right": 0, "late": True},
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *TENSORS, *LISTS])
 def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     case = {"dim": 64, "dim_v": 0, "kv_heads": 4, "seqlen_q": 70, "seqlen_k": 130, "right": -1, "ordered": False, "sink": False, "dout": ""}
-    case |= (CASES | TENSORS)[name]
+    case |= (CASES | TENSORS | LISTS)[name]
     inputs = helpers.make_inputs(
         2, case["seqlen_q"], case["seqlen_k"], 4, case["kv_heads"], case["dim"], case["dim_v"] or case["dim"], dtype=torch.float16
     )
@@ -162,6 +202,15 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         inputs["bias"] = (torch.randn(case["bias"]) + low).masked_fill_(hidden, float("-inf"))
     if "mask" in case:
         inputs["mask"] = (torch.rand(case["mask"]) < 0.7) & ~hidden
+    blocks: TileLists | None = None
+    if "blocks" in case:
+        size = case.get("list", (128, 128))
+        bits = torch.rand(*case["blocks"], -(-case["seqlen_q"] // size[0]), -(-case["seqlen_k"] // size[1])) < 0.7
+        bits[..., 1], bits[..., -1, :], bits[..., 0, 0] = False, False, True
+        rule = masks.Blocks(bits, size)
+        inputs["mask"] = rule
+        listed = rule & masks.Causal() if case["right"] == 0 and not case.get("late") else rule
+        blocks = BlockMask(listed, case["seqlen_q"], case["seqlen_k"], block_size=size).lists
     out, lse = reference.attention(**inputs)
     dout, dlse = torch.randn(out.shape).half(), torch.randn(lse.shape)
     if case["dout"] == "expanded":
@@ -170,11 +219,16 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         dout = torch.zeros_like(dout)
     exact = helpers.reference_with_grads(inputs, dout, dlse)
 
+    if blocks is not None:
+        first = (out.shape[1] - 1) // size[0] * size[0]
+        inputs["q"][:, first:] = dout[:, first:] = inputs["k"][:, size[1] : 2 * size[1]] = inputs["v"][:, size[1] : 2 * size[1]] = float(
+            "nan"
+        )
     if name in TENSORS:
         inputs["q"][:, -1] = dout[:, -1] = inputs["k"][:, 17] = inputs["v"][:, 17] = float("nan")
     heads_first = {n: inputs[n].transpose(1, 2) for n in "qkv"}
-    StandIn.bias, StandIn.mask = inputs.get("bias"), inputs.get("mask")
-    t = Operands(*heads_first.values(), StandIn.bias, StandIn.mask, sink=inputs.get("learnable_sink"))
+    StandIn.bias, StandIn.mask = inputs.get("bias"), None if blocks else inputs.get("mask")
+    t = Operands(*heads_first.values(), StandIn.bias, StandIn.mask, sink=inputs.get("learnable_sink"), blocks=blocks)
     r = Rules(case["dim"] ** -0.5, window_right=case["right"], deterministic=case["ordered"])
     variant = backward_launch.variant_of(t, r)
     monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
@@ -186,6 +240,12 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
             StandIn.turns = made
         return made
 
+    def remember_lists(*given):
+        StandIn.lists = of_keys(*given)
+        return StandIn.lists
+
+    of_keys = backward_launch.Lists.of_keys
+    monkeypatch.setattr(backward_launch.Lists, "of_keys", remember_lists)
     monkeypatch.setattr(torch.Tensor, "new_empty", remember_turns)
     grads = {n: torch.full_like(x, float("nan")) for n, x in heads_first.items()}
     dsink = torch.full((4,), float("nan")) if case["sink"] else None

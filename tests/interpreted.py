@@ -6,6 +6,7 @@ It computes bfloat16 products wrongly, so those are left to the GPU suite. ``TIL
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -482,6 +483,41 @@ def test_listed_tiles_come_by_falling_cost(causal):
         for t, cut, whole, row in found:
             seen = bits[head, 0, t // share, : max(t - 3, 0) if causal else columns]
             assert (cut, whole) == tuple(seen.sum(0).tolist()) and row == head * blocks + t // share
+
+
+@pytest.mark.parametrize(
+    "offset, owners, heads", sliced([(None, (1, 1), (2, 1)), (3, (1, 2), (1, 2)), (-2, (2, 1), (2, 1)), (3, (2, 4), (2, 2))])
+)
+def test_listed_tiles_of_keys_come_by_falling_cost(offset, owners, heads):
+    """Those of a key head by what all its query heads visit, each with lists of its own, from the first block that the diagonal leaves."""
+    from tilewise.kernels.hopper.list_records import ranked_keys
+
+    blocks, rows, share, batch, heads_k, group = 35, 9, 2, 2, *heads
+    tiles = blocks * share - 1
+    bits = torch.rand(*owners, blocks, rows, 2) < 0.5  # partial and full
+
+    def compacted(kind):
+        listed = bits[..., kind]
+        return listed.sum(-1, dtype=torch.int32), listed.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    lists = (*compacted(0), *compacted(1))
+    records = ranked_keys(lists, batch, heads_k, group, tiles, share, offset)
+    for b, head_k in itertools.product(range(batch), range(heads_k)):
+        found = records[b, head_k].tolist()
+        assert sorted(t for t, *_ in found) == list(range(tiles))
+        costs = [cost for _, cost, *_ in found]
+        assert costs == sorted(costs, reverse=True)
+        for t, cost, *fields in found:
+            for g in range(group):
+                counts, starts = fields[4 * g : 4 * g + 2], fields[4 * g + 2 : 4 * g + 4]
+                owner = b % owners[0], (head_k * group + g) % owners[1], t // share
+                first = 0 if offset is None else min(max(t // share - offset, 0), rows)
+                for kind in range(2):
+                    start = starts[kind]
+                    visited = lists[2 * kind + 1].flatten()[start : start + counts[kind]].tolist()
+                    assert visited == [first + x for x in bits[owner][first:, kind].nonzero().flatten().tolist()]
+                    cost -= counts[kind]
+            assert cost == 0
 
 
 def test_scores_near_the_largest_float_survive_a_bias():

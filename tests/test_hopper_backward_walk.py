@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
 from collections import defaultdict, namedtuple
@@ -10,15 +11,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilewise.kernels.hopper import backward_walk
+from tilewise.kernels.hopper import backward_walk, walk
 from tilewise.kernels.hopper.backward_configs import TILES, BackwardVariant
 
-from .test_hopper_walk import _GL, _Pointer, _visible
+from .test_hopper_walk import _GL, _Int, _Pointer, _visible
 
-_Tile = namedtuple("_Tile", "batch sequence head_k block key keys_end rows_end shift last_block blocks first_q first_k rows_k first_block")
+_FIELDS = "batch sequence head_k block key keys_end rows_end shift last_block blocks first_q first_k rows_k first_block record_ptr"
+_Tile = namedtuple("_Tile", _FIELDS)
 _FOUND: dict = {}
-for _name in ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of"):
-    _body = getattr(backward_walk, _name).fn
+_NAMES = ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of", "lists_of", "blocks_of_head")
+for _name in (*_NAMES, "listed_block"):
+    _body = getattr(walk if _name == "listed_block" else backward_walk, _name).fn
     _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b, "uniform": lambda x: x}
     _FOUND[_name] = types.FunctionType(_body.__code__, _globals, _name)
 
@@ -43,8 +46,8 @@ def test_every_visible_pair_is_visited_once_and_in_order(tile):
         m, n = c.block_m, c.block_n
         p = types.SimpleNamespace(
             lengths_q_ptr=_Pointer(lengths_q), lengths_k_ptr=_Pointer(lengths_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k,
-            head_group=head_group, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // m, key_tiles=-(-seqlen_k // n),
-            window_left=left, window_right=right,
+            records_ptr=None, head_group=head_group, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // m,
+            key_tiles=-(-seqlen_k // n), window_left=left, window_right=right,
         )  # fmt: skip
         key_blocks = -(-seqlen_k // n)
         tiles, turns, launched = set(), defaultdict(list), {}
@@ -86,7 +89,7 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
         )
         p = types.SimpleNamespace(
             lengths_q_ptr=_Pointer(lengths_q), lengths_k_ptr=_Pointer(lengths_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k,
-            head_group=1, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m,
+            records_ptr=None, head_group=1, batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m,
             key_tiles=-(-seqlen_k // c.block_n), window_left=left, window_right=right,
         )  # fmt: skip
         t = _FOUND["find_keys"](c, p, 0)
@@ -155,3 +158,53 @@ def test_every_visible_pair_of_packed_sequences_is_visited_once_and_in_order(til
             if _visible(i, j, left, right, used_q[b], used_k[b])
         }
         assert pairs == want
+
+
+@pytest.mark.parametrize("tile, block_m, causal", [("128", 128, False), ("128", 128, True), ("64", 256, False), ("256", 128, True)])
+def test_listed_walk_visits_what_stands_in_the_lists(tile, block_m, causal):
+    """Every query head's own blocks once, in the order of its lists, and each row of dQ leads back to its block."""
+    draw = random.Random(f"{tile} {block_m}")
+    batch, heads_k, group = 2, 2, 2
+    c = BackwardVariant(TILES[tile], "bf16", 64, 64, right=causal, listed=True, log2_list=(block_m // TILES[tile].block_m).bit_length() - 1)
+    m, n = c.block_m, c.block_n
+    seqlen_q, seqlen_k = 500, 884  # 3 * 128 apart
+    rows, tiles = -(-seqlen_q // block_m), -(-seqlen_k // n)
+    partial, full, records, expected = [], [], [], {}
+    for b, head_k in itertools.product(range(batch), range(heads_k)):
+        for number in draw.sample(range(tiles), tiles):
+            seen = range(max(0, number * n // 128 - 3) if causal else 0, rows)
+            fields = []
+            for g in range(group):
+                chosen = [sorted(draw.sample(seen, draw.randint(0, len(seen)))) for _ in range(2)]
+                fields += [len(chosen[0]), len(chosen[1]), len(partial), len(full)]
+                partial, full = partial + chosen[0], full + chosen[1]
+                expected[b, head_k * group + g, number] = [
+                    entry * (block_m // m) + x for entry in chosen[0] + chosen[1] for x in range(block_m // m)
+                ]
+            records += [_Int(number), sum(fields[0::4]) + sum(fields[1::4]), *fields]
+    p = types.SimpleNamespace(
+        records_ptr=_Pointer(records), partial_ptr=_Pointer(partial), full_ptr=_Pointer(full), seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+        heads_k=heads_k, group=group, head_group=3, batch_heads=batch * heads_k, row_blocks=rows * block_m // m, key_tiles=_Int(tiles),
+        window_left=-1, window_right=0 if causal else -1,
+    )  # fmt: skip
+    found = {}
+    for number in range(tiles * batch * heads_k):
+        t = _FOUND["find_keys"](c, p, number)
+        plain_first, plain_end = _FOUND["plain_blocks"](c, p, t)
+        total = 0
+        for g in range(group):
+            head, blocks = t.head_k * group + g, _FOUND["blocks_of_head"](c, t, g)
+            lists = _FOUND["lists_of"](p, t, g)
+            visited = [_FOUND["listed_block"](c, lists, j) for j in range(blocks)]
+            assert _FOUND["listed_block"](c, lists, blocks) <= 1  # read ahead: nothing outside the lists
+            found[t.batch, head, t.block] = visited
+            total += blocks
+            first_row = _FOUND["row_of"](c, p, t, head, 0)
+            for block in visited:
+                row = _FOUND["row_of"](c, p, t, head, block)
+                assert first_row <= row < first_row + p.row_blocks * m and (row - first_row) >> c.log2_block_m == block
+                pairs = [(i, j) for i in range(block * m, min(block * m + m, seqlen_q), 9) for j in range(t.key, t.key + n, 7)]
+                seen = [_visible(i, j, -1, p.window_right, seqlen_q, seqlen_k) for i, j in pairs]
+                assert _FOUND["is_cut"](block, plain_first, plain_end) or all(seen)
+        assert t.blocks == total and t.key == t.block * n
+    assert found == expected

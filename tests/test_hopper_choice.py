@@ -1,4 +1,4 @@
-"""Which packed calls and which calls with lists of blocks the Hopper forward kernel takes, and what it says of the others."""
+"""Which packed calls and which calls with lists of blocks the Hopper kernels take, and what they say of the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def packed(**changes: Any) -> tuple[Operands, Rules]:
     return replace(Operands(meta(), meta(), meta(), cu_seqlens_q=offsets, cu_seqlens_k=offsets), **changes), Rules(0.1, window_right=0)
 
 
-def listed(rule: masks.Mask, block_size: int = 128, seqlen_q: int = 1024, **changes: Any) -> tuple[Operands, Rules]:
+def listed(rule: masks.Mask, block_size: int | tuple[int, int] = 128, seqlen_q: int = 1024, **changes: Any) -> tuple[Operands, Rules]:
     mask = BlockMask(rule, seqlen_q, 1024, block_size=block_size)
     left, right, text, captured, dense = mask.lowered
     operands = Operands(meta(seqlen_q), meta(), meta(), mask=dense, captured=tuple(captured), blocks=mask.lists)
@@ -77,22 +77,43 @@ def test_declined(name):
     assert plan.select(t, r, target=H200).backend == "triton"
 
 
-@pytest.mark.parametrize("name", ["packed", "blocks"])
+BACKWARD = Request(backward=True, needs=frozenset("qkv"))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_gradients_taken(name):
+    t, r = TAKEN[name]()
+    assert hopper.why_not(t, r, BACKWARD, H200) is None
+    assert "tiles of 64 x 128" in hopper.describe(t, r, BACKWARD, H200)
+    assert plan.select(t, r, "hopper", request=BACKWARD, target=H200).backend == "hopper"
+
+
+GRADIENTS_DECLINED = {
+    "a fixed order": (lambda: listed(masks.Blocks(BITS, 128)), {"deterministic": True}, "no fixed order"),
+    "a diagonal in large blocks of queries": (
+        lambda: listed(masks.Blocks(BITS[..., :4, :], (256, 128)), (256, 128)),
+        {"window_right": 0},
+        "cuts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS_DECLINED)
 def test_each_pass_has_its_own_backend(name):
     """What only the forward kernel serves is differentiated by the portable ones, also where hopper was named."""
-    t, r = TAKEN[name]()
-    backward = Request(backward=True, needs=frozenset("qkv"))
+    make, options, words = GRADIENTS_DECLINED[name]
+    t, r = make()
+    r = replace(r, **options)
     assert plan.select(t, r, target=H200).backend == "hopper"
+    assert words in hopper.why_not(t, r, BACKWARD, H200)
     for backend in ("auto", "hopper"):
-        chosen = plan.select(t, r, backend, request=backward, target=H200).backend
-        assert chosen == ("triton" if hopper.why_not(t, r, backward, H200) else "hopper")
+        assert plan.select(t, r, backend, request=BACKWARD, target=H200).backend == "triton"
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_gradients_beside_a_tensor_are_taken_by_name_only(name: str) -> None:
     tensor = torch.empty(1, 1, 1024, 1024, dtype=torch.bool if name == "mask" else torch.bfloat16, device="meta")
     call = replace(Operands(meta(), meta(), meta()), **{name: tensor}), Rules(0.1)
-    backward = Request(backward=True, needs=frozenset("qkv"))
     assert plan.select(*call, target=H200).backend == "hopper"
-    assert plan.select(*call, request=backward, target=H200).backend == "triton"
-    assert plan.select(*call, "hopper", request=backward, target=H200).backend == "hopper"
+    assert plan.select(*call, request=BACKWARD, target=H200).backend == "triton"
+    assert plan.select(*call, "hopper", request=BACKWARD, target=H200).backend == "hopper"

@@ -39,6 +39,14 @@ class _Int(int):
     def to(self, kind):
         return self
 
+    def __add__(self, other):
+        return _Int(int(self) + int(other))
+
+    def __mul__(self, other):
+        return _Int(int(self) * int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
 
 def _python(name):
     """The function of `walk` without its compiler: the same body over Python integers."""

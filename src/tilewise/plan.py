@@ -254,6 +254,8 @@ def _not_yet_trusted(backend: str, t: Operands, request: Request) -> str | None:
         return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
     if backend == "hopper" and request.backward and not (t.bias is None and t.mask is None):
         return "its gradients beside a bias or mask tensor have not run on a GPU; backend='hopper' asks for them"
+    if backend == "hopper" and request.backward and t.blocks is not None:
+        return "its gradients of listed blocks have not run on a GPU; backend='hopper' asks for them"
     return None
 
 

@@ -140,11 +140,16 @@ def test_a_mask_built_while_a_graph_is_captured_is_not_kept():
     torch.testing.assert_close(out, step())
 
 
-def random_blocks(rows, columns, batch=1, heads=1):
+def random_blocks(rows, columns, batch=1, heads=1, density=0.5):
     """With a block of queries that sees nothing, and one of keys that nobody sees."""
-    bits = torch.rand(batch, heads, rows, columns, device="cuda") < 0.5
+    bits = torch.rand(batch, heads, rows, columns, device="cuda") < density
     bits[..., 1, :], bits[..., 2] = False, False
     return bits
+
+
+def gradients(inputs, dout, **options):
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    return torch.autograd.grad(attention(**leaves, **options), list(leaves.values()), dout)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -155,25 +160,38 @@ def random_blocks(rows, columns, batch=1, heads=1):
         ("per head", 500, 700, {"heads": 4, "batch": 2}),
         ("causal rule", 896, 896, {"heads": 4}),
         ("causal call", 600, 728, {"causal": True}),
+        ("more queries than keys", 728, 600, {"heads": 4, "causal": True}),
+        ("sparse", 1500, 2000, {"heads": 4, "density": 0.1}),
         ("blocks of 256", 700, 800, {}),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whole_blocks(name, seqlen_q, seqlen_k, options, head_dim, backend):
-    """Also: what only NaN hides in keys that nobody sees."""
+    """Also: NaN in keys that nobody sees, and for the gradients in queries that see nothing, changes nothing."""
     torch.manual_seed(2)
     size = 256 if "256" in name else 128
-    own = {key: options[key] for key in ("batch", "heads") if key in options}
+    own = {key: options[key] for key in ("batch", "heads", "density") if key in options}
     rule = masks.Blocks(random_blocks(-(-seqlen_q // size), -(-seqlen_k // size), **own), size)
     inputs = qkv(2, seqlen_q, seqlen_k, heads=4, kv_heads=2, head_dim=head_dim)
     extra = {"learnable_sink": torch.randn(4, device="cuda").bfloat16()} if name == "shared" else {}
-    extra |= {"causal": True} if "call" in name else {}
+    extra |= {"causal": True} if "causal" in options else {}
     rule = rule & masks.Causal() if "rule" in name else rule
     answer = compare({**inputs, **extra, "mask": rule}, backend)
     for key in ("k", "v"):
         inputs[key][:, 2 * size : 3 * size] = float("nan")
     out = attention(**inputs, **extra, mask=rule, backend=backend)
     assert torch.equal(out, answer.out)
+
+    dout = torch.randn_like(out)
+    for x in (inputs["q"], dout):
+        x[:, size : 2 * size] = float("nan")
+    hidden = gradients(inputs, dout, **extra, mask=rule, backend=backend)
+    for x in (*inputs.values(), dout):
+        x.nan_to_num_(0.5)
+    dq, dk, dv = gradients(inputs, dout, **extra, mask=rule, backend=backend)
+    assert torch.equal(hidden[1], dk) and torch.equal(hidden[2], dv)
+    torch.testing.assert_close(hidden[0], dq, rtol=2**-7, atol=1e-5)  # float32 additions in any order, then rounded
+    assert not (dq[:, size : 2 * size].any() or dk[:, 2 * size : 3 * size].any() or dv[:, 2 * size : 3 * size].any())
 
 
 def test_a_graph_is_replayed_with_other_blocks():

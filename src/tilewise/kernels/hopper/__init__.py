@@ -38,7 +38,9 @@ def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | No
     missing = _gluon_missing()
     if missing is not None:
         return missing
-    return _unserved_rule(t, r, request) or _unserved_tensor(t, request) or (_unserved_gradient(t, request) if request.backward else None)
+    return (
+        _unserved_rule(t, r, request) or _unserved_tensor(t, request) or (_unserved_gradient(t, r, request) if request.backward else None)
+    )
 
 
 def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
@@ -129,11 +131,17 @@ def _unserved_tensor(t: Operands, request: Request) -> str | None:
     return None
 
 
-def _unserved_gradient(t: Operands, request: Request) -> str | None:
-    if t.blocks is not None:
-        return "its backward pass does not read lists of blocks"
+def _unserved_gradient(t: Operands, r: Rules, request: Request) -> str | None:
+    blocks = t.blocks
+    if blocks is not None:
+        if r.deterministic:
+            return "its backward pass adds the parts of dq in no fixed order where blocks are listed"
+        if r.window_right == 0 and blocks.block_m != LISTED:
+            return f"its backward pass cuts listed blocks at a causal diagonal where they have {LISTED} queries"
+        if max(blocks.q_idx.numel(), blocks.q_full_idx.numel()) >= 1 << 31:
+            return "its backward pass counts listed blocks in 32 bits"
     items = t.q.shape[0] if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0]  # each may end in a block of its own
-    if (t.q.shape[2] * t.q.shape[0] + 128 * items) * t.q.shape[1] >= 1 << 31:
+    if (t.q.shape[2] * t.q.shape[0] + (LISTED if blocks is None else blocks.block_m) * items) * t.q.shape[1] >= 1 << 31:
         return "its backward pass counts the queries of all heads in 32 bits"
     if request.needs and not ("q" in request.needs and request.needs & {"k", "v"}):
         return "its backward pass computes the gradients of q, k and v together, and not all are asked for"

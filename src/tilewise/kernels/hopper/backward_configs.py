@@ -47,6 +47,8 @@ class BackwardVariant:
     mask: str = ""
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
+    listed: bool = False  # the blocks of queries that see a tile stand in lists, and tiles are described by records
+    log2_list: int = 0  # of lists: how many blocks of queries an entry is
 
     @property
     def block_m(self) -> int:
@@ -63,6 +65,11 @@ class BackwardVariant:
     @property
     def do_stages(self) -> int:
         return self.tile.do_stages
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the device has put the tiles into an order, by falling cost; there may be tiles that nobody sees."""
+        return self.packed or self.listed
 
     @property
     def share_p(self) -> bool:
@@ -85,7 +92,7 @@ class BackwardVariant:
     def log2_block_n(self) -> int:
         return self.tile.block_n.bit_length() - 1
 
-    # Numbers of the shared-memory barriers, one after the other.
+    # Numbers of the shared-memory barriers, one after the other; of lists, numbers of rows follow.
     @property
     def k_full(self) -> int:
         return 0
@@ -120,8 +127,13 @@ class BackwardVariant:
         return self.dq_full + 2
 
     @property
-    def barriers(self) -> int:
+    def row_slot(self) -> int:
+        """Twice as many as stages of Q, one for each block in flight: the row at which its dQ starts."""
         return self.dq_empty + 1
+
+    @property
+    def barriers(self) -> int:
+        return self.row_slot + (2 * self.stages if self.listed else 0)
 
     @property
     def barrier_words(self) -> int:

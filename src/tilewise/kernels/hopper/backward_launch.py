@@ -1,7 +1,8 @@
 """From a call's backward pass to its launches: the variant that serves it, its compiled kernel, descriptors and workspace.
 
-Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`; packed sequences are scheduled before, and what their tiles add to
-is cleared (`clear_ends`). With a bias the portable `row_terms` takes the place of the first, and portable kernels compute its gradient.
+Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. Before, packed sequences are scheduled and what their tiles add to is
+cleared (`clear_ends`), and tiles with lists are put into an order (`list_records`). With a bias the portable `row_terms` takes the place of
+the first, and portable kernels compute its gradient.
 The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
 bias or mask the copies that `hidden` makes.
 """
@@ -26,7 +27,7 @@ from .backward_pass import attention_backward
 from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
-from .launch import L2_BYTES, LOG2_E, barrier_address, descriptor, element_type, form_of, matrix_arguments, matrix_type
+from .launch import L2_BYTES, LOG2_E, Lists, barrier_address, descriptor, element_type, form_of, matrix_arguments, matrix_type
 
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
@@ -64,6 +65,8 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "dslopes_ptr": "*fp32",
         "turns_ptr": "*i32",
         "records_ptr": "*i32",
+        "partial_ptr": "*i32",
+        "full_ptr": "*i32",
         "lse_rest_desc": row if variant.bias else "constexpr",
         "bias_desc": bias if variant.bias == "tma" else "constexpr",
         "bias_ptr": f"*{variant.bias_dtype}",
@@ -108,8 +111,10 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     before_first = r.window_left >= 0 and (lengths or seqlen_k - seqlen_q > r.window_left)
     before_keys = r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)
     copied = t.bias is not None or t.mask is not None  # what nobody sees has then been cleared for the whole call
+    all_seen = copied or t.blocks is not None  # in listed blocks there is nothing that nobody sees
+    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or copied)]
     return BackwardVariant(
-        tile=TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or copied)],
+        tile=tile,
         dtype=element_type(t.q.dtype),
         dim=columns(t.q.shape[3]),
         dim_v=columns(t.v.shape[3]),
@@ -117,13 +122,15 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         left=r.window_left >= 0,
         lengths_q=t.seqused_q is not None and not packed_rows,
         lengths_k=t.seqused_k is not None and not packed_rows,
-        hidden_keys=not copied and (packed_rows or t.seqused_k is not None or before_first),
-        hidden_rows=not copied and (packed_rows or t.seqused_q is not None or before_keys),
+        hidden_keys=not all_seen and (packed_rows or t.seqused_k is not None or before_first),
+        hidden_rows=not all_seen and (packed_rows or t.seqused_q is not None or before_keys),
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
         ordered=r.deterministic,
         packed=packed_rows,
+        listed=t.blocks is not None,
+        log2_list=0 if t.blocks is None else (t.blocks.block_m // tile.block_m).bit_length() - 1,
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else element_type(t.bias.dtype),
         mask=form_of(t.mask),
@@ -148,6 +155,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         t.seqused_q is None,
         t.seqused_k is None,
         t.cu_seqlens_q is None,
+        None if t.blocks is None else t.blocks.block_m,
         r.softcap > 0,
         None if slopes is None else slopes.dtype,
         slope_gradient,
@@ -170,7 +178,8 @@ def row_blocks_of(t: Operands, block_m: int) -> int:
     seqlen_q = t.q.shape[2]
     if t.cu_seqlens_q is not None:
         return seqlen_q // block_m + t.cu_seqlens_q.shape[0] - 1
-    return -(-seqlen_q // ROW_PADDING) * (ROW_PADDING // block_m)
+    padding = ROW_PADDING if t.blocks is None else t.blocks.block_m  # the last listed block is visited to its end
+    return -(-seqlen_q // padding) * (padding // block_m)
 
 
 def workspace_bytes(t: Operands, r: Rules) -> int:
@@ -213,6 +222,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     rows = batch * heads * row_blocks * variant.block_m
     row_tiles, key_tiles = row_blocks, -(-seqlen_k // variant.block_n)
     row_records = key_records = sequences = None
+    lists = Lists.of_keys(t, r, variant.block_n) if variant.listed else None
     if variant.packed:
         call = Launch(t, r)
         tiles, sequences = packed.scheduled(call, variant.block_m, over_keys=False, with_sequences=grads.dalibi_slopes is not None)
@@ -246,7 +256,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse,
             delta, sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads,
             seqlen_q, seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
-            ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, num_warps=4,
+            ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, LISTED=variant.listed, num_warps=4,
         )  # fmt: skip
         if grads.dsink is not None and sinks is not None:
             grads.dsink.copy_(sinks.sum((0, 2)))
@@ -266,6 +276,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         dslopes = make(batch, heads, key_tiles if key_records is None else seqlen_k, dtype=torch.float32)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = delta.data_ptr()
+    records = key_records if lists is None else lists.records
     replay.start(
         program.kernel,
         key_tiles * batch * heads_k,
@@ -283,7 +294,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         pointer if slopes is None else slopes.data_ptr(),
         pointer if dslopes is None else dslopes.data_ptr(),
         pointer if turns is None else turns.data_ptr(),
-        pointer if key_records is None else key_records.data_ptr(),
+        pointer if records is None else records.data_ptr(),
         r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale if variant.bias else 1.0,
         LOG2_E if variant.softcap or variant.bias else r.softmax_scale * LOG2_E,
         r.softcap,
@@ -302,6 +313,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         None if rest is None else Descriptor(rest, [rows], [1]),
         *matrix_arguments(t.bias, variant.bias, pointer),
         *matrix_arguments(t.mask, variant.mask, pointer),
+        pointer if lists is None else lists.partial.data_ptr(),
+        pointer if lists is None else lists.full.data_ptr(),
         variant,
         program.address,
     )

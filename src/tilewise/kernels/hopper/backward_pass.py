@@ -18,15 +18,17 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 """
 
 from .backward_configs import WARPS
-from .backward_transfers import Buffers, Descriptors, add_queries, load_tiles
+from .backward_transfers import Buffers, Descriptors, add_queries, load_tiles, row_slot
 from .backward_walk import (
     BackwardProblem,
+    blocks_of_head,
     distances,
     find_keys,
     hide,
     is_cut,
     key_coordinates,
     plain_blocks,
+    row_of,
     seen_keys,
     seen_rows,
     slope_place,
@@ -35,6 +37,7 @@ from .barriers import (
     arrive,
     arrive_each_warp,
     first_rows,
+    left_number,
     phase_of,
     settled,
     shared_address,
@@ -172,6 +175,8 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, p
     v = mem.v.reshape([BLOCK_N, DIM_V])
 
     wait(base + 8 * (C.q_full + stage), phase)
+    if C.listed:
+        block = (left_number(row_slot(C, base, count)) - row_of(C, p, tile, head, 0)) >> C.log2_block_m
     if C.hidden_rows:
         wait(base + 8 * (C.do_full + do_stage), do_phase)
         clear_hidden_rows(C, p, q, do, tile, block)
@@ -277,7 +282,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM_V * GROUPS // 2, 16])
     dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=dk_layout)
     dv = gl.zeros([BLOCK_N, DIM_V], gl.float32, layout=dv_layout)
-    if (not C.packed) or tile.blocks > 0:
+    if (not C.ranked) or tile.blocks > 0:
         wait(base + 8 * C.k_full, 0)
         wait(base + 8 * C.v_full, 0)
         if C.hidden_keys:
@@ -296,7 +301,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
         if C.alibi:
             slope = gl.load(p.slopes_ptr + tile.sequence * p.stride_slopes + head).to(gl.float32) * (1.0 if C.bias != "" else LOG2_E)
-        for j in range(tile.blocks):
+        for j in range(blocks_of_head(C, tile, g)):
             block = tile.last_block - j
             dk, dv, rest, dslope = add_block(
                 C, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, count, dk, dv, rest, dslope
@@ -363,6 +368,8 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "dslopes_ptr",
         "turns_ptr",
         "records_ptr",
+        "partial_ptr",
+        "full_ptr",
         "bias_ptr",
         "mask_ptr",
     ],
@@ -409,6 +416,8 @@ def attention_backward(
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
+    partial_ptr,
+    full_ptr,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -467,6 +476,8 @@ def attention_backward(
         dslopes_ptr,
         turns_ptr,
         records_ptr,
+        partial_ptr,
+        full_ptr,
         scale,
         exp_scale,
         softcap,

@@ -28,6 +28,7 @@ def prepare_rows(
     stride_dlse_b: tl.int64, stride_dlse_h: tl.int64, stride_dlse_s: tl.int64,
     heads, seqlen, seqlen_k, window_right, tiles, row_blocks,
     ALIGN: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
     """delta = sum(out * dout) - dlse and the LSE in base 2, (B * Hq, row_blocks * BLOCK_M), both neutral for queries that see nothing. The
     turns of dQ's blocks are set to 0, or without them its accumulator. One program BLOCK_M queries, of a packed sequence where there are
@@ -65,6 +66,8 @@ def prepare_rows(
         visible = seen[:, None] & (columns < DIM_V)
         o = tl.load(o_row + columns * (1 if stride_o_d is None else stride_o_d), mask=visible, other=0.0).to(tl.float32)
         do = tl.load(do_row + columns * (1 if stride_do_d is None else stride_do_d), mask=visible, other=0.0).to(tl.float32)
+        if LISTED:  # only the lists know which queries see no key, but the output of these is 0
+            do = tl.where(o == 0.0, 0.0, do)
         delta += tl.sum(o * do, 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * seqlen + first_q + offs_m, mask=inside, other=NEG_INF)
     if dlse_ptr is not None:

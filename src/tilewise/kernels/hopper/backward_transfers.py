@@ -1,7 +1,17 @@
 """The warps of the Hopper backward kernel that move tiles: one loads them into shared memory, two add dQ to memory."""
 
-from .backward_walk import find_keys, first_key_block, key_coordinates, query_coordinates, row_of
-from .barriers import arrive_each_warp, await_turn, give_turn, phase_of, shared_address, stage_of, wait
+from .backward_walk import blocks_of_head, find_keys, first_key_block, key_coordinates, lists_of, query_coordinates, row_of
+from .barriers import (
+    arrive_each_warp,
+    await_turn,
+    give_turn,
+    leave_number,
+    left_number,
+    phase_of,
+    shared_address,
+    stage_of,
+    wait,
+)
 from .gluon_api import (
     aggregate,
     constexpr_function,
@@ -16,6 +26,7 @@ from .gluon_api import (
     tma_store_wait,
 )
 from .matrices import broadcast_coordinate
+from .walk import listed_block
 
 
 @aggregate
@@ -91,11 +102,22 @@ def matrix_coordinates(x, tile, head, row):
 
 
 @jit
+def row_slot(C: gl.constexpr, base, count):
+    """Where the loading warp leaves the row at which dQ of the count-th block starts.
+
+    It is written behind the return of the Q buffer of block count - stages, and so over the row of count - 2 * stages. A warp group gives
+    a buffer back behind its part of that block's dQ, which it puts where that of the block before has been taken from. So both it and the
+    adding warps have by then read all rows up to that of count - stages - 1.
+    """
+    return base + 8 * (C.row_slot + stage_of(count, 2 * C.stages))
+
+
+@jit
 def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     """One warp: K and V once, then Q with its LSE and dO with its delta, block after block."""
     base = shared_address(A, p.seqlen_q)
     tile = find_keys(C, p, gl.program_id(0))
-    if (not C.packed) or tile.blocks > 0:
+    if (not C.ranked) or tile.blocks > 0:
         k_full = mem.barriers.index(C.k_full)
         v_full = mem.barriers.index(C.v_full)
         expect_bytes(k_full, C.k_bytes)
@@ -105,11 +127,20 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     count = 0
     for g in range(p.group):
         head = tile.head_k * p.group + g
-        for j in range(tile.blocks):
+        if C.listed:
+            # Read one block ahead: the answer comes while TMA waits for a free buffer.
+            lists = lists_of(p, tile, g)
+            next_block = listed_block(C, lists, 0)
+        for j in range(blocks_of_head(C, tile, g)):
             block = tile.last_block - j
+            if C.listed:
+                block = next_block
+                next_block = listed_block(C, lists, j + 1)
             row = row_of(C, p, tile, head, block)
             stage = stage_of(count, C.stages)
             wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
+            if C.listed:
+                leave_number(row_slot(C, base, count), row)
             q_full = mem.barriers.index(C.q_full + stage)
             expect_bytes(q_full, C.q_stage_bytes)
             tma_load(desc.q, query_coordinates(C, tile, head, block), q_full, mem.q.index(stage))
@@ -139,16 +170,17 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
     PARTS: gl.constexpr = C.dq_parts
     base = shared_address(A, p.seqlen_q)
     tile = find_keys(C, p, gl.program_id(0))
-    last = p.group * tile.blocks * PARTS
+    last = (tile.blocks if C.listed else p.group * tile.blocks) * PARTS
     count = WARP
     head = tile.head_k * p.group
     block = tile.last_block - WARP // PARTS
     while count < last:
-        while block <= tile.last_block - tile.blocks:
-            block += tile.blocks
-            head += 1
         part = (count & 1) if PARTS == 2 else 0
-        row = row_of(C, p, tile, head, block)
+        if not C.listed:
+            while block <= tile.last_block - tile.blocks:
+                block += tile.blocks
+                head += 1
+            row = row_of(C, p, tile, head, block)
         if C.ordered:
             turn = tile.block - first_key_block(C, p, tile, block)
             turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
@@ -160,6 +192,8 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
                 tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
         else:
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            if C.listed:
+                row = left_number(row_slot(C, base, count // PARTS))
             tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
         tma_store_wait(0)
         arrive_each_warp(base + 8 * C.dq_empty)

@@ -22,7 +22,9 @@ class BackwardProblem:
         gl.tensor
     )  # float32 (B * Hq, key_tiles): what each tile of keys adds to the gradient of its slope; packed: see `slope_place`
     turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have been added to each block of dQ
-    records_ptr: gl.tensor  # int32 (key_tiles, 8): whose the tiles of packed sequences are, and where they lie
+    records_ptr: gl.tensor  # of packed sequences int32 (key_tiles, 8): whose the tiles are, where they lie; of lists see `list_records`
+    partial_ptr: gl.tensor  # of lists: the blocks of queries that a mask cuts, and those that it leaves whole
+    full_ptr: gl.tensor
     scale: gl.tensor  # of q.k, where it is applied before the exponential
     exp_scale: gl.tensor  # turns a score into the exponent of 2
     softcap: gl.tensor
@@ -50,6 +52,8 @@ class BackwardProblem:
         dslopes_ptr,
         turns_ptr,
         records_ptr,
+        partial_ptr,
+        full_ptr,
         scale,
         exp_scale,
         softcap,
@@ -74,6 +78,8 @@ class BackwardProblem:
         self.dslopes_ptr = dslopes_ptr
         self.turns_ptr = turns_ptr
         self.records_ptr = records_ptr
+        self.partial_ptr = partial_ptr
+        self.full_ptr = full_ptr
         self.scale = scale
         self.exp_scale = exp_scale
         self.softcap = softcap
@@ -97,6 +103,7 @@ class BackwardProblem:
 class KeyTile:
     """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down. Keys, queries and blocks are counted
     inside a sequence; those of packed ones start at `first_k`, `first_q` and `first_block` of the whole row, those of a batch item at 0.
+    Where query blocks stand in lists, each query head has its own (`listed_blocks`), and `blocks` are those of all that share the keys.
     """
 
     batch: gl.tensor  # 0 for packed sequences, which are one item
@@ -113,10 +120,26 @@ class KeyTile:
     first_k: gl.tensor
     rows_k: gl.tensor  # keys of the sequence, also those beyond its length
     first_block: gl.tensor  # in LSE, delta and the accumulator of dQ
+    record_ptr: gl.tensor  # of lists: what `list_records.ranked_keys` says of the tile
 
     @constexpr_function
     def __init__(
-        self, batch, sequence, head_k, block, key, keys_end, rows_end, shift, last_block, blocks, first_q, first_k, rows_k, first_block
+        self,
+        batch,
+        sequence,
+        head_k,
+        block,
+        key,
+        keys_end,
+        rows_end,
+        shift,
+        last_block,
+        blocks,
+        first_q,
+        first_k,
+        rows_k,
+        first_block,
+        record_ptr,
     ):
         self.batch = batch
         self.sequence = sequence
@@ -132,13 +155,14 @@ class KeyTile:
         self.first_k = first_k
         self.rows_k = rows_k
         self.first_block = first_block
+        self.record_ptr = record_ptr
 
 
 @jit
 def find_keys(C: gl.constexpr, p, number):
     """The `number`-th tile of keys. Inside a group of heads the first keys of all come first: they are the longest under a causal mask, and
     a CTA then follows the one whose additions to dQ it waits for at a distance. Tiles of packed sequences come as `triton.packed.schedule`
-    ordered them, those of one sequence by rising keys.
+    ordered them, those of one sequence by rising keys; tiles with lists by falling cost.
     """
     section_size = p.key_tiles * p.head_group
     section = divide(number, section_size)
@@ -155,20 +179,24 @@ def find_keys(C: gl.constexpr, p, number):
     first_k = first_q
     first_block = first_q
     rows_k = p.seqlen_k
+    record_ptr = p.records_ptr
     if C.lengths_q:
         length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
     if C.lengths_k:
         length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
     if C.packed:
-        record = p.records_ptr + block * 8
-        sequence = gl.maximum(uniform(gl.load(record)), 0)  # -1: a program too many, whose lengths are 0
-        block = uniform(gl.load(record + 1)) >> C.log2_block_n
-        first_q = uniform(gl.load(record + 2))
-        length_q = uniform(gl.load(record + 4))
-        first_k = uniform(gl.load(record + 5))
-        rows_k = uniform(gl.load(record + 6))
-        length_k = uniform(gl.load(record + 7))
+        record_ptr = record_ptr + block * 8
+        sequence = gl.maximum(uniform(gl.load(record_ptr)), 0)  # -1: a program too many, whose lengths are 0
+        block = uniform(gl.load(record_ptr + 1)) >> C.log2_block_n
+        first_q = uniform(gl.load(record_ptr + 2))
+        length_q = uniform(gl.load(record_ptr + 4))
+        first_k = uniform(gl.load(record_ptr + 5))
+        rows_k = uniform(gl.load(record_ptr + 6))
+        length_k = uniform(gl.load(record_ptr + 7))
         first_block = (first_q >> C.log2_block_m) + sequence  # leaves each sequence room for the block that its end shares with the next
+    if C.listed:
+        record_ptr = record_ptr + (batch_head * p.key_tiles + block).to(gl.int64) * (2 + 4 * p.group)
+        block = uniform(gl.load(record_ptr))
     shift = length_k - length_q
     key = block * C.block_n
     begin = length_q * 0
@@ -180,10 +208,43 @@ def find_keys(C: gl.constexpr, p, number):
     last_block = (end - 1) >> C.log2_block_m
     empty = (end <= begin) | (key >= length_k)
     blocks = gl.where(empty, 0, last_block - (begin >> C.log2_block_m) + 1)
+    if C.listed:
+        blocks = uniform(gl.load(record_ptr + 1)) << C.log2_list
     head_k = batch_head - batch * p.heads_k
     return KeyTile(
-        batch, sequence, head_k, block, key, length_k, length_q, shift, last_block, blocks, first_q, first_k, rows_k, first_block
+        batch,
+        sequence,
+        head_k,
+        block,
+        key,
+        length_k,
+        length_q,
+        shift,
+        last_block,
+        blocks,
+        first_q,
+        first_k,
+        rows_k,
+        first_block,
+        record_ptr,
     )
+
+
+@jit
+def lists_of(p, tile, g):
+    """The partial and the full list of a tile, and their lengths, for the g-th of the query heads that share its keys."""
+    field_ptr = tile.record_ptr + (2 + 4 * g)
+    return p.partial_ptr + gl.load(field_ptr + 2), p.full_ptr + gl.load(field_ptr + 3), gl.load(field_ptr), gl.load(field_ptr + 1)
+
+
+@jit
+def blocks_of_head(C: gl.constexpr, tile, g):
+    """How many query blocks of the g-th query head see a tile."""
+    blocks = tile.blocks
+    if C.listed:
+        field_ptr = tile.record_ptr + (2 + 4 * g)
+        blocks = uniform(gl.load(field_ptr) + gl.load(field_ptr + 1)) << C.log2_list
+    return blocks
 
 
 @jit

@@ -319,6 +319,21 @@ class Lists:
         ends = (offset + step, step) if r.window_right >= 0 else None
         return cls(ranked((num, partial, full_num, full), tiles, blocks.block_m // block_m, ends), partial, full)
 
+    @classmethod
+    def of_keys(cls, t: Operands, r: Rules, block_n: int) -> Lists:
+        """The transposed ones: of blocks of queries, for tiles of keys."""
+        from .list_records import ranked_keys
+
+        blocks = t.blocks
+        assert blocks is not None
+        num, partial, full_num, full = (x.contiguous() for x in (blocks.q_num, blocks.q_idx, blocks.q_full_num, blocks.q_full_idx))
+        batch, heads_k, seqlen_k, _ = t.k.shape
+        offset = (seqlen_k - t.q.shape[2]) // blocks.block_m if r.window_right >= 0 else None
+        heads = batch, heads_k, t.q.shape[1] // heads_k
+        return cls(
+            ranked_keys((num, partial, full_num, full), *heads, -(-seqlen_k // block_n), blocks.block_n // block_n, offset), partial, full
+        )
+
     def arguments(self) -> tuple[int, int, int, int]:
         """Entries from one block of queries to the next in both lists; heads from one batch item and from one head to the next."""
         batch, heads = self.records.shape[:2]
