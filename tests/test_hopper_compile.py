@@ -171,7 +171,8 @@ def check(name: str, v: Variant) -> None:
         reloads = sum("LDL" in line or "STL" in line for line in body)
         assert reloads <= RELOADS.get(name, 0), "spills inside the loop over key blocks"
         if v.tile.overlap:
-            assert exponentials_between_waits(body) >= exponentials, "ptxas moved the exponentials out from under the PV product"
+            under = exponentials // 2 if v.tile.split else exponentials
+            assert exponentials_between_waits(body) >= under, "ptxas moved the exponentials out from under the PV product"
 
 
 @pytest.mark.parametrize("name", SAMPLE)

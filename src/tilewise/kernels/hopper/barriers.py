@@ -289,14 +289,17 @@ def left_number(slot):
 
 @constexpr_function
 def _rescale_text(n):
-    first, second = 2 * n, 2 * n + 2  # operands: n results, n tied inputs, n factors; wgmma's rows alternate every two
-    text = (
-        f"{{ .reg .pred p, q; setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.f32 q, ${second}, 0f3F800000; "
-        "or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni SKIP; "
-    )
-    for i in range(n):
-        text += f"mul.f32 ${i}, ${i}, ${second if (i >> 1) & 1 else first}; "
-    return text + "SKIP: }"
+    # Operands: n results, n tied inputs, n factors. A thread has two rows, which alternate every two values.
+    text = "{ .reg .pred p<2>; "
+    for row in (0, 1):
+        text += f"setp.neu.f32 p{row}, ${2 * n + 2 * row}, 0f3F800000; vote.sync.any.pred p{row}, p{row}, 0xffffffff; "
+    for row in (0, 1):
+        text += f"@!p{row} bra.uni SKIP{row}; "
+        for i in range(n):
+            if (i >> 1) & 1 == row:
+                text += f"mul.f32 ${i}, ${i}, ${2 * n + 2 * row}; "
+        text += f"SKIP{row}: "
+    return text + "}"
 
 
 @constexpr_function
@@ -306,7 +309,7 @@ def _rescale_operands(n):
 
 @jit
 def rescale(acc, alpha):
-    """acc * alpha[:, None] for a wgmma accumulator [64, n]; a warp whose factors are all exactly 1 branches past the products."""
+    """acc * alpha[:, None] for a wgmma accumulator [64, n]. Each half of a warp's rows whose factors are all exactly 1 is branched past."""
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     n: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     text: gl.constexpr = _rescale_text(n)

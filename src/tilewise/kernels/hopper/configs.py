@@ -26,6 +26,7 @@ class Tile:
     producer_registers: int
     launch_registers: int
     matrix_stages: int = 0  # of the ring of bias and mask tiles
+    split: bool = False  # the PV product is waited for between the exponentials of the left and the right half of a block's keys
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,9 @@ _THREE = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, 
 TILES = {
     "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
     "64 bias": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
-    "64 long": Tile(block_n=128, stages=2, ping_pong=False, overlap=True, cross_tile=True, **_THREE),
+    "64 long": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, **_THREE),
     "64 long sequential": Tile(block_n=128, stages=2, ping_pong=False, overlap=False, cross_tile=False, **_THREE),
-    "128": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, **_TWO),
+    "128": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, split=True, **_TWO),
     "192": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
     "128 matrix": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
     "256": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),

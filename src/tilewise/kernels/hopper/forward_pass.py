@@ -50,7 +50,19 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .matrices import Matrix
-from .online_softmax import first_softmax, matrices, online_softmax_update, release_matrices, score
+from .online_softmax import (
+    add_sums,
+    exponent_line,
+    first_softmax,
+    halves,
+    joined,
+    matrices,
+    new_maximum,
+    partial_row_sums,
+    probabilities,
+    release_matrices,
+    score,
+)
 from .producer import Buffers, Descriptors, producer
 from .walk import (
     Problem,
@@ -117,9 +129,13 @@ def attend_block(
     prob,
     m_i,
     l_i,
+    alpha,
     WARPGROUP: gl.constexpr,
 ):
-    """QK and softmax of `block`, and PV of the block before it, whose P is `prob`. `count` numbers the key blocks of this CTA."""
+    """QK and softmax of `block`, and PV of the block before it, whose P is `prob` and for which acc still has to be multiplied by alpha.
+
+    `count` numbers the key blocks of this CTA. QK is issued before that multiplication and runs under it.
+    """
     next_group: gl.constexpr = (WARPGROUP + 1) % C.warpgroups
     v_stage = stage_of(count, C.stages)
     k_stage = stage_of(count + 1, C.stages)
@@ -134,9 +150,9 @@ def attend_block(
         take_turn(8 + WARPGROUP, 256, count)
     if C.tile.overlap:
         s_future = query_key(C, mem, q_slot, k_stage)
-        acc_future = probability_value(C, mem, prob, v_stage, acc)
+        acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
     else:
-        acc_future = probability_value(C, mem, prob, v_stage, acc)
+        acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
         s_future = query_key(C, mem, q_slot, k_stage)
     if C.tile.ping_pong:
         pass_turn(8 + next_group, 256, count)
@@ -152,15 +168,31 @@ def attend_block(
     if C.positional:  # noqa: SIM102 (a constant branch around one on the device)
         if needs_mask(C, block, plain_first, plain_end):
             s = mask_scores(C, p, tile, block, row, s)
-    m_i, l_i, next_prob, alpha = online_softmax_update(C, p, s, m_i, l_i)
-    # This wait, for the V tile of the *next* product, is here for its basic-block edge behind the exponentials: without it ptxas puts
-    # the wait for the running product above them, and nothing overlaps.
-    wait_behind(base + 8 * (C.v_full + k_stage), phase, l_i)
-    if C.tile.overlap:
-        acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
+    m_i, alpha = new_maximum(C, p, s, m_i)
+    unit, offset = exponent_line(C, p, m_i)
+    # The wait for the V tile of the *next* product is here for its basic-block edge behind exponentials: without it ptxas puts the wait for
+    # the running product above them, and nothing overlaps. Half a block of them is enough: by then that product is done, and the left half
+    # of P is converted between the exponentials of the right one.
+    v_full = base + 8 * (C.v_full + k_stage)
+    if C.tile.split:
+        s_left, s_right = halves(s)
+        left = probabilities(s_left, unit, offset)
+        block_sum = partial_row_sums(left)
+        wait_behind(v_full, phase, block_sum)
+        acc, prob, left, s_right = warpgroup_mma_wait(0, deps=[acc_future, prob, left, s_right])
         arrive(base + 8 * (C.v_empty + v_stage), thread)
-    acc = rescale(acc, alpha)
-    return acc, gl.convert_layout(next_prob.to(mem.v.dtype), prob.type.layout), m_i, l_i
+        right = probabilities(s_right, unit, offset)
+        l_i = add_sums(l_i, alpha, block_sum + partial_row_sums(right))
+        next_prob = joined(left.to(mem.v.dtype), right.to(mem.v.dtype))
+    else:
+        next_prob = probabilities(s, unit, offset)
+        l_i = add_sums(l_i, alpha, partial_row_sums(next_prob))
+        wait_behind(v_full, phase, l_i)
+        if C.tile.overlap:
+            acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
+            arrive(base + 8 * (C.v_empty + v_stage), thread)
+        next_prob = next_prob.to(mem.v.dtype)
+    return acc, gl.convert_layout(next_prob, prob.type.layout), m_i, l_i, alpha
 
 
 @jit
@@ -211,11 +243,12 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         m_i, l_i, prob = first_softmax(C, p, s)
         prob = gl.convert_layout(prob.to(mem.v.dtype), p_layout)
         acc = gl.zeros([64, DIM_V], gl.float32, layout=o_layout)
+        alpha = gl.full([64], 1.0, gl.float32, layout=row_layout)
         wait(base + 8 * (C.v_full + stage_of(count, C.stages)), phase_of(count, C.stages))
         if C.lengths_k:
             clear_values(C, A, tile, tile.last_block, stage_of(count, C.stages), thread, WARPGROUP)
         for j in range(tile.blocks - 1):
-            acc, prob, m_i, l_i = attend_block(
+            acc, prob, m_i, l_i, alpha = attend_block(
                 C,
                 p,
                 mem,
@@ -233,6 +266,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
                 prob,
                 m_i,
                 l_i,
+                alpha,
                 WARPGROUP,
             )
             count += 1
@@ -252,7 +286,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
             arrive(base + 8 * (C.q_empty + q_slot), thread)
             if C.tile.ping_pong:
                 take_turn(8 + WARPGROUP, 256, count)
-            acc_future = probability_value(C, mem, prob, v_stage, acc)
+            acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
             if more:
                 wait(base + 8 * (C.q_full + next_q_slot), phase_of(done, C.q_stages))
                 wait(base + 8 * (C.k_full + k_stage), phase_of(count, C.stages))
@@ -267,7 +301,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
             s = warpgroup_mma_wait(0, deps=[s_future])
             arrive_if(base + 8 * (C.k_empty + k_stage), thread, more.to(gl.int32))
         else:
-            acc_future = probability_value(C, mem, prob, v_stage, acc)
+            acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
             l_row = gl.convert_layout(gl.sum(l_i, 1), row_layout)
             acc, prob = warpgroup_mma_wait(0, deps=[acc_future, prob])
             arrive(base + 8 * (C.v_empty + v_stage), thread)

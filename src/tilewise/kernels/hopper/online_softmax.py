@@ -89,12 +89,27 @@ def row_maxima(x):
 
 
 @jit
-def exponents(C: gl.constexpr, p, s, m_i):
-    """Scores as exponents of 2 below the maximum of their row: exactly 0 where s = m_i, and -inf where a row has seen nothing.
+def halves(x):
+    """[64, n] -> its left and its right [64, n / 2], in the registers where they are."""
+    n: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, n // 2]), (0, 2, 1)))
 
-    A multiply-add each. Past 2^27 the rounded product m_i * exp_scale would shift a whole row by more than an exponential can hold; there a
-    power of two not below exp_scale stands in for it, whose product is exact: scores that differ at all differ by so much that only those
-    equal to the maximum count. A bias may be as large as float32 allows: far out 1 takes the place of the power, and nothing overflows.
+
+@jit
+def joined(left, right):
+    """What `halves` took apart."""
+    n: gl.constexpr = left.shape[1]
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [64, 2 * n])
+
+
+@jit
+def exponent_line(C: gl.constexpr, p, m_i):
+    """(unit, offset), both [64]: s * unit - offset is the power of 2 by which a score lies below the maximum of its row.
+
+    It is exactly 0 where s = m_i, and -inf where a row has seen nothing. A multiply-add for each score. Past 2^27 the rounded product
+    m_i * exp_scale would shift a whole row by more than an exponential can hold; there a power of two not below exp_scale stands in for it,
+    whose product is exact: scores that differ at all differ by so much that only those equal to the maximum count. A bias may be as large
+    as float32 allows: far out 1 takes the place of the power, and nothing overflows.
     """
     bits = p.exp_scale.to(gl.int32, bitcast=True)
     power_of_two = ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
@@ -106,7 +121,7 @@ def exponents(C: gl.constexpr, p, s, m_i):
     offset = gl.where(huge, m_i * power_of_two, offset)
     if C.may_be_empty:
         offset = gl.where(m_i == float("-inf"), 0.0, offset)
-    return s * unit[:, None] - offset[:, None]
+    return unit, offset
 
 
 @jit
@@ -115,19 +130,28 @@ def is_huge(offset):
 
 
 @jit
+def probabilities(s, unit, offset):
+    """exp2(s * unit - offset) for scores [64, n] in any layout."""
+    row: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    return gl.exp2(s * gl.convert_layout(unit, row)[:, None] - gl.convert_layout(offset, row)[:, None])
+
+
+@jit
 def first_softmax(C: gl.constexpr, p, s):
     """m_i [64], l_i [64, 4] and P [64, block_n] of a row's first block."""
     m_i = row_maxima(s)
-    probability = gl.exp2(exponents(C, p, s, m_i))
+    unit, offset = exponent_line(C, p, m_i)
+    probability = probabilities(s, unit, offset)
     return m_i, partial_row_sums(probability), probability
 
 
 @jit
-def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
-    """One block more: new m_i and l_i, P, and the factor alpha that the accumulator still needs.
+def new_maximum(C: gl.constexpr, p, s, m_i):
+    """m_i after one block more, and the factor alpha that what was summed up so far still needs.
 
-    Where the maximum stays, alpha is exactly 1, and `rescale` skips its products if it stays in every row of a warp. The maximum is always
-    the true one, so that the largest probability is exactly 1: letting it lag behind would skip more, and round that one too.
+    Where the maximum stays, alpha is exactly 1, and `rescale` skips its products if it stays in all rows that a warp takes together. The
+    maximum is always the true one, so that the largest probability is exactly 1: letting it lag behind would skip more, and round that one
+    too.
     """
     m_block = row_maxima(s)
     grows = m_block > m_i
@@ -136,9 +160,11 @@ def online_softmax_update(C: gl.constexpr, p, s, m_i, l_i):
         # A bias may be far larger than what its values differ by: as in the exponents, products are rounded before they are subtracted.
         offset = m_block * p.exp_scale
         change = gl.where(is_huge(offset), change, m_i * p.exp_scale - offset)
-    alpha = gl.exp2(gl.where(grows, change, 0.0))
-    m_i = gl.where(grows, m_block, m_i)
-    probability = gl.exp2(exponents(C, p, s, m_i))
-    block_sum = partial_row_sums(probability)
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, block_sum.type.layout))[:, None] + block_sum
-    return m_i, l_i, probability, alpha
+    return gl.where(grows, m_block, m_i), gl.exp2(gl.where(grows, change, 0.0))
+
+
+@jit
+def add_sums(l_i, alpha, block_sum):
+    """l_i [64, 4] after one block more."""
+    layout: gl.constexpr = l_i.type.layout
+    return l_i * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None] + gl.convert_layout(block_sum, layout)
