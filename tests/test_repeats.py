@@ -35,10 +35,11 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[-1], raising=False)
-    replay.of_streams.cache_clear()
     repeats.forget()
     yield streams
     repeats.forget()
+    replay.of_streams.cache_clear()
+    replay.spaces.cache_clear()
 
 
 def address(x: torch.Tensor) -> int:
@@ -84,7 +85,7 @@ def test_a_played_pass_launches_with_the_addresses_of_its_own_tensors(streams: l
     assert not any(isinstance(x, torch.Tensor) for x in names), "memory stays alive"
 
 
-def test_each_stream_asks_once_and_has_a_workspace_of_its_own(streams: list[int]) -> None:
+def test_each_stream_asks_once_and_has_workspaces_of_its_own(streams: list[int]) -> None:
     passes = replay.Passes()
     x, y = torch.randn(16), torch.randn(8, 8)
     counters[0] = torch.zeros(2, dtype=torch.int32)
@@ -100,24 +101,37 @@ def test_each_stream_asks_once_and_has_a_workspace_of_its_own(streams: list[int]
     assert [len(places) for places in seen.values()] == [1, 1] and seen[1].isdisjoint(seen[2])
 
 
-@pytest.mark.parametrize("parts", ["two launches", "much"])
-def test_a_workspace_is_allocated_where_another_pass_could_come_in_between(parts: str) -> None:
-    """Two threads on one stream launch in turns: what the first of two launches leaves must not be where the other thread's is."""
-    kernel, passes = Kernel(x="*fp32", work="*u8", out="*fp32"), replay.Passes()
-    twice, size = parts == "two launches", 512 if parts == "two launches" else replay.OWN_SPACE + 1
+@pytest.mark.parametrize("size", [512, replay.SPACE + 1])
+def test_no_other_pass_launches_on_a_workspace_before_its_own_has_launched_all(size: int) -> None:
+    """Whoever comes between two launches of a pass: here the first launch itself starts other passes on the same stream."""
+    kernel, passes, between = Kernel(x="*fp32", work="*u8", out="*fp32"), replay.Passes(), [0]
 
     def two(x: torch.Tensor) -> list[torch.Tensor]:
         workspace, out = x.new_empty(size, dtype=torch.uint8), torch.empty_like(x)
-        for _ in range(1 + twice):
+        for _ in range(2):
             replay.start(kernel, 1, x, workspace, out)
         return [out]
+
+    class Interrupting(list[tuple[Any, ...]]):
+        def append(self, launch: tuple[Any, ...]) -> None:
+            super().append(launch)
+            if between[0]:
+                between[0] -= 1
+                passes.run("key", (x,), lambda: two(x))
 
     x = torch.randn(64)
     for _ in range(3):
         passes.run("key", (x,), lambda: two(x))
+    kernel.launches = Interrupting()
+    for depth in (0, 2, 2):
+        kernel.launches.clear()
+        between[0] = depth
+        passes.run("key", (x,), lambda: two(x))
+        used = [place for _, _, place, _ in kernel.launches]
+        assert used == used[::-1] and len(set(used)) == depth + 1, "a pass inside another has its own"
     kept = passes.known["key"]
-    assert isinstance(kept, replay.Pass) and "work = empty_strided" in kept.source and len(kept.launches) == 1 + twice
-    assert "work = " not in replay.Pass(x.device, [], [], [], 512, kept.launches[:1]).source
+    assert isinstance(kept, replay.Pass) and ("free.pop" in kept.source) == (size <= replay.SPACE)
+    assert len(replay.spaces(x.device).get(7, [])) == (3 if size <= replay.SPACE else 0)
 
 
 @pytest.mark.parametrize("stride", [(64, 16, 1), (128, 16, 1), (2, 16, 1), (1, 4, 16)])

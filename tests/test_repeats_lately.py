@@ -68,7 +68,11 @@ def _backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, 
         inputs = [at(x, SHAPE, BF16).clone().requires_grad_() for x in (q, k, v)]
         results = formula(*inputs, causal)
         assert torch.equal(results[1].detach(), at(lse, (B, H, S), torch.float32)), "the LSE is that of this call"
-        loss = sum((x * at(g, tuple(x.shape), t)).sum() for x, g, t in zip(results, (dout, dlse), (BF16, torch.float32), strict=True) if g is not None)
+        loss = sum(
+            (x * at(g, tuple(x.shape), t)).sum()
+            for x, g, t in zip(results, (dout, dlse), (BF16, torch.float32), strict=True)
+            if g is not None
+        )
         grads = torch.autograd.grad(loss, inputs, allow_unused=True)
     for place, grad in zip((dq, dk, dv), grads, strict=True):
         if place is not None:
@@ -105,11 +109,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: enabled("cpu"))
     monkeypatch.setattr(plan, "select", lambda *_, **__: SimpleNamespace(kernels=lambda: Backend))
-    replay.of_streams.cache_clear()
     repeats.forget()
     yield
     repeats.forget()
     replay.of_streams.cache_clear()
+    replay.spaces.cache_clear()
 
 
 def tensors(**options: Any) -> list[torch.Tensor]:

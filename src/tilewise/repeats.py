@@ -194,9 +194,9 @@ def again(
 
 def keep_lately(call: Repeated, operands: Sequence[Any], *rules: Any) -> None:
     """Lets `again` find a call that was looked up, once a pass of it is recorded. `rules` are its arguments from `causal` on."""
-    tensors, others = operands[:3], operands[3:]
+    tensors = operands[:3]
     q = tensors[0]
-    if not call.passes.recorded() or q.dtype is _FLOAT32 or others.count(None) < len(others):
+    if q.dtype is _FLOAT32 or not call.plays():
         return
     flag, before = torch._C._get_deterministic_algorithms(), lately.get(q.shape, ())
     if any(x.call is call and x.flag is flag and all(map(is_, x, rules)) and x.same(*tensors) for x in before):
@@ -301,7 +301,9 @@ class Repeated:
         self.returns_lse = returns_lse
         self.allow_tf32 = float32_precision_allows_tf32()
         self.passes = Passes()
-        self.play: Callable[..., Sequence[Tensor] | None] = _not_yet  # the forward pass without derivatives
+        # Forward passes of q, k and v alone, without derivatives and with them.
+        self.play: Callable[..., Sequence[Tensor] | None] = _not_yet
+        self.play_with_lse: Callable[..., Sequence[Tensor] | None] = _not_yet
         self.lately: tuple[LatelyBackward, ...] = ()
 
     def __call__(self, *operands: Tensor | None) -> Sequence[Tensor]:
@@ -314,11 +316,16 @@ class Repeated:
             if q.requires_grad or k.requires_grad or v.requires_grad:  # type: ignore[union-attr]
                 result = _apply(self, *operands)
                 return result if self.returns_lse else (result,)
-        results = self.forward(operands, self.returns_lse)
-        found = self.passes.known[self.returns_lse]
-        if isinstance(found, Pass):
-            self.play = found.play
-        return results
+        return self.forward(operands, self.returns_lse)
+
+    def plays(self) -> bool:
+        """Whether there is a forward pass to play, for a call of q, k and v alone."""
+        with_lse, alone = self.passes.known.get(True), self.passes.known.get(self.returns_lse)
+        if isinstance(with_lse, Pass):
+            self.play_with_lse = with_lse.play
+        if isinstance(alone, Pass):
+            self.play = alone.play
+        return isinstance(with_lse, Pass) or isinstance(alone, Pass)
 
     def forward(self, operands: Sequence[Tensor | None], with_lse: bool) -> Sequence[Tensor]:
         """out, and lse with `with_lse`: without, its memory is of the workspace."""
@@ -385,7 +392,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Repeated, *operands: Tensor | None) -> Any:
-        out, lse = call.forward(operands, True)
+        out, lse = (call.play_with_lse(*operands) if len(operands) == 3 else None) or call.forward(operands, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, *operands)
         ctx.call = call

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .triton.launching import Launch
 
 ALIGNMENT = 512  # bytes, between the parts of a workspace: what torch's allocator gives tensors of their own
-OWN_SPACE = 1 << 17  # bytes that a stream has for workspaces: the LSE of 32768 rows; launches on more wait for no host
+SPACE = 1 << 20  # bytes that are kept for workspaces; passes that need more take so long that they do not wait for the host
 _ALLOCATIONS = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -73,10 +73,22 @@ class OfStreams(dict[int, int]):
 of_streams = functools.lru_cache(maxsize=64)(OfStreams)
 
 
-def own_space(device: torch.device) -> Tensor:
-    """The workspace of passes of one launch. Launches on one stream run one after the other, nothing of a workspace outlives the pass, and
-    with one launch no other pass can come in between, whichever thread it is from."""
-    return torch.empty(OWN_SPACE, dtype=torch.uint8, device=device)
+class Spaces(dict[int, list[Tensor]]):
+    """Memory for small workspaces, by stream: what no pass is about to launch on. A pass takes one out and puts it back after its last
+    launch. So nobody launches on it in between, neither another thread nor a finalizer of this one, and what is launched on it later runs
+    after the pass, being on the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __missing__(self, stream: int) -> list[Tensor]:
+        return self.setdefault(stream, [])
+
+    def more(self) -> Tensor:
+        return torch.empty(SPACE, dtype=torch.uint8, device=self.device)
+
+
+spaces = functools.lru_cache(maxsize=64)(Spaces)
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -205,12 +217,16 @@ class Pass:
                 layout = f"{tuple(shape)}, {stride}, dtype={self.named(dtype)}, device={self.named(device)}"
                 lines += [f"y{i} = empty_strided({layout})"]
             lines += [f"{next(made)} = y{i}.data_ptr()"]
-        if workspace and len(launches) == 1 and workspace <= OWN_SPACE:
-            lines += [f"{next(made)} = {self.named(of_streams(own_space, device))}[stream]"]
+        small = 0 < workspace <= SPACE
+        if small:
+            free = spaces(device)
+            lines += [f"free = {self.named(free)}[stream]", f"work = free.pop() if free else {self.named(free.more)}()"]
         elif workspace:
             lines += [f"work = empty_strided(({workspace},), (1,), dtype={self.named(torch.uint8)}, device={self.named(device)})"]
+        if workspace:
             lines += [f"{next(made)} = work.data_ptr()"]
         lines += [launch.written(self.named) for launch in launches]
+        lines += ["free.append(work)"] if small else []
         lines += [f"return ({' '.join(f'y{i},' for i in range(len(results)))})"]
         self.source = "\n    ".join([f"def play({', '.join(inputs)}):", *lines])
         exec(compile(self.source, "<a recorded pass of tilewise>", "exec"), self.names)
@@ -239,9 +255,6 @@ class Passes:
     def __init__(self, most: int = 16) -> None:
         self.most = most  # kept at a time
         self.known: dict[Any, Pass | int] = {}
-
-    def recorded(self) -> bool:
-        return any(isinstance(x, Pass) for x in self.known.values())
 
     def run(self, key: Any, inputs: Sequence[Tensor], ordinary: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """What `ordinary` returns, which must follow from `key`, from the layouts of `inputs`, which `key` contains, and from what they
