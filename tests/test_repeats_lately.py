@@ -322,6 +322,10 @@ def test_gradients_of_calls_that_came_lately(needs: tuple[int, ...], return_aux:
     calls = list(repeats.known.values())
     assert any(isinstance(x, replay.Pass) for call in calls for key, x in call.passes.known.items() if isinstance(key, tuple))
     assert all(0 < len(call.lately) <= 3 for call in calls if True in call.passes.known)
+    for call in calls:
+        for key, play in ((call.returns_lse, call.play), (True, call.play_with_lse)):
+            recorded = call.passes.known.get(key)
+            assert recorded is None or (isinstance(recorded, replay.Pass) and play is recorded.play)
 
 
 def test_saved_tensors_are_those_of_their_call() -> None:

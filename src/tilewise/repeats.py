@@ -330,7 +330,10 @@ class Repeated:
     def forward(self, operands: Sequence[Tensor | None], with_lse: bool) -> Sequence[Tensor]:
         """out, and lse with `with_lse`: without, its memory is of the workspace."""
         given = [x for x in operands if x is not None]
-        return self.passes.run(with_lse, given, lambda: run_forward(self._named(operands))[: 1 + with_lse])  # type: ignore[arg-type, return-value]
+        compute: Callable[[], Any] = lambda: run_forward(self._named(operands))[: 1 + with_lse]  # noqa: E731
+        results = self.passes.run(with_lse, given, compute)
+        self.plays()
+        return results
 
     def backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor | None]:
         """The gradients of q, k and v, None where they are not needed. `saved` are out, lse and the operands, or what hooks made of them;
