@@ -424,3 +424,34 @@ def test_steps_over_a_cache(found: list[bool], monkeypatch: pytest.MonkeyPatch) 
         assert found[-1] == same
     attention_with_kvcache(q.requires_grad_(), keys, values)
     assert not found[-1]
+
+
+@pytest.mark.parametrize("over_a_cache", [False, True], ids=["attention", "cache"])
+def test_calls_in_float32_are_looked_up_with_torchs_precision(
+    over_a_cache: bool, found: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[str] = []
+
+    class Float32(Backend):
+        @staticmethod
+        def forward(t: Any, r: Any, out: Any) -> None:
+            passes.append("tf32" if r.allow_tf32 else "ieee")
+            replay.start(Kernel(lambda *_: None, q="*fp32", out="*fp32"), 1, t.q, out.out)
+
+    def append_and_read(q: Any, *_: Any, **__: Any) -> Any:
+        passes.append(torch.get_float32_matmul_precision())
+        out = torch.empty_like(q)
+        replay.start(Kernel(lambda *_: None, q="*fp32", out="*fp32"), 1, q, out)
+        return out, torch.empty(B, H, S)
+
+    monkeypatch.setattr(plan, "select", lambda *_, **__: SimpleNamespace(kernels=lambda: Float32))
+    monkeypatch.setattr(cache_api, "_append_and_read", append_and_read)
+    inputs = [x.float() for x in tensors()]
+    try:
+        for setting in ("highest", "high", "highest", "high"):
+            torch.set_float32_matmul_precision(setting)
+            for _ in range(4):
+                (attention_with_kvcache if over_a_cache else attention)(*inputs)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(passes) == 4 and len(set(passes)) == 2 and not any(found), "each setting is worked out and recorded once"

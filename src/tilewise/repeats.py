@@ -102,7 +102,7 @@ def _guards() -> Callable[..., Any] | None:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             noticed = _notices(guards)
         return guards if noticed else None
-    except (ImportError, AttributeError, TypeError, RuntimeError):
+    except (ImportError, AttributeError, TypeError, RuntimeError, SystemError):
         return None
 
 
@@ -278,7 +278,8 @@ def over_a_cache(
     if new_k is not None:  # written in place, and not by an operator of torch
         torch.autograd.graph.increment_version([k_cache, v_cache])
     found = _over_caches.known.get(key)
-    if isinstance(found, Pass) and not differentiable and (same := layouts_of(given)):
+    tellable = not differentiable and tensors[0].dtype is not _FLOAT32  # whose precision is a setting of torch
+    if isinstance(found, Pass) and tellable and (same := layouts_of(given)):
         absent = [x is None for x in tensors]
         others = [x for x in _lately_over_caches if x.play is not found.play]
         _lately_over_caches = (LatelyOverACache(rules, absent, together, same, found.play), *others[: LATELY - 1])
@@ -314,7 +315,7 @@ class Repeated:
                 if x is not None and x.requires_grad:
                     return derivatives.attention_forward(**self._named(operands))
             if q.requires_grad or k.requires_grad or v.requires_grad:  # type: ignore[union-attr]
-                result = _apply(self, *operands)
+                result = _Differentiable.apply(self, *operands)
                 return result if self.returns_lse else (result,)
         return self.forward(operands, self.returns_lse)
 
@@ -340,7 +341,8 @@ class Repeated:
         `arrived` the gradients of out and, where it was returned, lse."""
         given = [x for x in (*saved, *arrived) if x is not None]
         asked = (*needs, *[x is None for x in arrived])
-        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.autograd._profiler_enabled()) and _strided(given):
+        told = not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.autograd._profiler_enabled())
+        if told and not torch.compiler.is_compiling() and _strided(given):
             for kept in self.lately:
                 if kept.asked == asked and kept.same(*given):
                     played = kept.play(*given)
@@ -407,6 +409,6 @@ class _Differentiable(torch.autograd.Function):
         return None, *ctx.call.backward(ctx.saved_tensors, arrived, needs[1:4]), *_NO_MORE[: len(needs) - 4]
 
 
-# The method of the class in C. What `torch.autograd.Function.apply` does before it is for transforms of torch.func, under which there are
-# neither keys nor what came lately, and for functions with a `setup_context`.
+# The method of the class in C. What `torch.autograd.Function.apply` does before it is for functions with a `setup_context`, and for what is
+# left of tensors of torch.func after its transforms, whose dispatch keys are those of no tensor that came lately.
 _apply = super(torch.autograd.Function, _Differentiable).apply
