@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -123,11 +123,14 @@ def _notices(guards: Callable[..., Any]) -> bool:
 
 
 def _strided(tensors: Sequence[Any]) -> bool:
-    """Whether `layouts_of` may be asked about them."""
-    strided = True
-    for x in tensors:
-        strided = strided and isinstance(x, Tensor) and x.layout is _STRIDED and not x.is_nested
-    return strided
+    """Whether all are tensors of which `layouts_of` may be asked."""
+    try:
+        return not any(map(_is_nested, tensors)) and {*map(_layout, tensors)} == _ALL_STRIDED
+    except (AttributeError, TypeError):
+        return False
+
+
+_is_nested, _layout, _ALL_STRIDED = attrgetter("is_nested"), attrgetter("layout"), {_STRIDED}
 
 
 class Lately(NamedTuple):
@@ -208,9 +211,9 @@ def keep_lately(call: Repeated, operands: Sequence[Any], *rules: Any) -> None:
 
 
 class LatelyBackward(NamedTuple):
-    """A backward pass: which gradients were wanted, which arrived, and how its tensors lay."""
+    """A backward pass of a call of q, k and v alone to which all gradients arrived: which were wanted, and how its tensors lay."""
 
-    asked: tuple[Any, ...]
+    needs: tuple[bool, ...]
     same: Callable[..., bool]
     play: Callable[..., tuple[Tensor, ...] | None]
 
@@ -339,28 +342,28 @@ class Repeated:
     def backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor | None]:
         """The gradients of q, k and v, None where they are not needed. `saved` are out, lse and the operands, or what hooks made of them;
         `arrived` the gradients of out and, where it was returned, lse."""
-        given = [x for x in (*saved, *arrived) if x is not None]
-        asked = (*needs, *[x is None for x in arrived])
+        tensors = (*saved, *arrived)
         told = not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.autograd._profiler_enabled())
-        if told and not torch.compiler.is_compiling() and _strided(given):
+        if told and not torch.compiler.is_compiling() and _strided(tensors):
             for kept in self.lately:
-                if kept.asked == asked and kept.same(*given):
-                    played = kept.play(*given)
+                if kept.needs == needs and kept.same(*tensors):
+                    played = kept.play(*tensors)
                     if played is not None:
                         return _spread(played, needs)
                     break
         dout, dlse = arrived if self.returns_lse else (*arrived, None)
         if dout is None and dlse is None:
             return [None] * 3
+        given = [x for x in tensors if x is not None]
         layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda and not x.is_neg()]
         if len(layouts) < len(given) or not derivatives.ordinary():
             return self._differentiable_backward(saved, (dout, dlse), needs)
-        key = (asked, *layouts)
+        key = (needs, dout is None, dlse is None, *layouts)
         results = self.passes.run(key, given, lambda: self._backward(saved, (dout, dlse), needs))
         found = self.passes.known.get(key)
-        if isinstance(found, Pass) and (same := layouts_of(given)):
+        if isinstance(found, Pass) and len(given) == len(tensors) == 5 + len(arrived) and (same := layouts_of(given)):
             others = [x for x in self.lately if x.play is not found.play]
-            self.lately = (LatelyBackward(asked, same, found.play), *others[: LATELY - 1])
+            self.lately = (LatelyBackward(needs, same, found.play), *others[: LATELY - 1])
         return _spread(results, needs)
 
     def _named(self, operands: Sequence[Tensor | None]) -> dict[str, Any]:
