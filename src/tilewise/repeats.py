@@ -60,7 +60,7 @@ def key_of(
     for x in tensors:
         if x is None:
             layouts.append(None)
-        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not (x.is_nested or x.is_neg()):
+        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not (x.is_nested or x.is_neg() or x.has_names()):
             layouts.append((x.dtype, x.shape, x.stride(), x.get_device()))
         else:
             return None
@@ -339,7 +339,9 @@ class Repeated:
         self.plays()
         return results
 
-    def backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+    def backward(
+        self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> Sequence[Tensor | None]:
         """The gradients of q, k and v, None where they are not needed. `saved` are out, lse and the operands, or what hooks made of them;
         `arrived` the gradients of out and, where it was returned, lse."""
         tensors = (*saved, *arrived)
