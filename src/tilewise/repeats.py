@@ -60,7 +60,7 @@ def key_of(
     for x in tensors:
         if x is None:
             layouts.append(None)
-        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not (x.is_nested or x.is_neg() or x.has_names()):
+        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not (x.is_nested or x.is_neg()):
             layouts.append((x.dtype, x.shape, x.stride(), x.get_device()))
         else:
             return None
