@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +134,32 @@ def test_no_other_pass_launches_on_a_workspace_before_its_own_has_launched_all(s
     kept = passes.known["key"]
     assert isinstance(kept, replay.Pass) and ("free.pop" in kept.source) == (size <= replay.SPACE)
     assert len(replay.spaces(x.device).get(7, [])) == (3 if size <= replay.SPACE else 0)
+
+
+def test_threads_take_workspaces_at_once() -> None:
+    """All four wait in their first launch, on workspaces of their own; afterwards all of those are free."""
+    together, seen = threading.Barrier(4, timeout=30), []
+    kernel, passes = Kernel(x="*fp32", work="*u8", out="*fp32"), replay.Passes()
+
+    class Waiting(list[tuple[Any, ...]]):
+        def append(self, launch: tuple[Any, ...]) -> None:
+            seen.append(launch[2])
+            together.wait()
+
+    def one(x: torch.Tensor) -> list[torch.Tensor]:
+        workspace, out = x.new_empty(512, dtype=torch.uint8), torch.empty_like(x)
+        replay.start(kernel, 1, x, workspace, out)
+        return [out]
+
+    x = torch.randn(64)
+    for _ in range(3):
+        passes.run("key", (x,), lambda: one(x))
+    kernel.launches = Waiting()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(lambda _: passes.run("key", (x,), lambda: one(x)), range(4)))
+    assert all(len(set(seen[i : i + 4])) == 4 for i in (0, 4, 8)) and len(set(seen)) == 4
+    assert sorted(w.data_ptr() for w in replay.spaces(x.device)[7]) == sorted(set(seen))
 
 
 @pytest.mark.parametrize("stride", [(64, 16, 1), (128, 16, 1), (2, 16, 1), (1, 4, 16)])

@@ -96,6 +96,33 @@ def test_a_played_call_gives_the_bits_of_one_worked_out_anew(backend: str, name:
         assert all(isinstance(x, replay.Pass) for x in found.passes.known.values())
 
 
+def test_the_third_call_needs_no_key(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats.forget()
+    call = {"backend": backend, "causal": True, "deterministic": True}
+    held = [problem(call) for _ in range(4)]
+    cache = [randn(2, 64, 2, 64) for _ in range(2)]
+    step = randn(2, 1, 8, 64)
+    for inputs, douts in held[:3]:
+        expected = [anew(call, *x, monkeypatch) for x in held]
+        outputs(call, inputs, douts)
+        with torch.no_grad():
+            without = attention(*inputs, **call)
+        read = attention_with_kvcache(step, *cache)
+
+    def no_key(*_: Any) -> None:
+        raise AssertionError("it is looked up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repeats, "key_of", no_key)
+        for x, y in zip(held, expected, strict=True):
+            close(outputs(call, *x), y, True)
+        with torch.no_grad():
+            assert torch.equal(attention(*held[2][0], **call), without)
+        assert torch.equal(attention_with_kvcache(step, *cache), read)
+        with pytest.raises(AssertionError, match="looked up"):
+            attention(*held[0][0], **call, softcap=1.0)
+
+
 def test_other_strides_dtypes_and_lengths_at_the_same_address(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = [torch.randn(1 << 18, device="cuda").bfloat16() for _ in range(4)]
     layouts = [

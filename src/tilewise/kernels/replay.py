@@ -220,7 +220,8 @@ class Pass:
         small = 0 < workspace <= SPACE
         if small:
             free = spaces(device)
-            lines += [f"free = {self.named(free)}[stream]", f"work = free.pop() if free else {self.named(free.more)}()"]
+            lines += [f"free = {self.named(free)}[stream]"]
+            lines += ["try: work = free.pop()", f"except IndexError: work = {self.named(free.more)}()"]  # threads may take at once
         elif workspace:
             lines += [f"work = empty_strided(({workspace},), (1,), dtype={self.named(torch.uint8)}, device={self.named(device)})"]
         if workspace:
