@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +31,17 @@ class Kernel:
 
 
 @pytest.fixture(autouse=True)
-def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the place of a GPU without hooks, on stream 7."""
-    monkeypatch.setattr(replay.Passes, "here", lambda self, device: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The CPU in the place of a GPU that captures nothing; the last stream in the list is the current one."""
+    streams = [7]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[-1], raising=False)
+    repeats.forget()
+    yield streams
+    repeats.forget()
+    replay.of_streams.cache_clear()
+    replay.spaces.cache_clear()
 
 
 def address(x: torch.Tensor) -> int:
@@ -57,9 +67,10 @@ def work(x: torch.Tensor, y: torch.Tensor, n: int, extra: Any = None) -> list[to
     return [out]
 
 
-def test_a_played_pass_launches_with_the_addresses_of_its_own_tensors() -> None:
+def test_a_played_pass_launches_with_the_addresses_of_its_own_tensors(streams: list[int]) -> None:
     passes, held = replay.Passes(), []
     for step in range(4):
+        streams.append(step)
         x, y, counters[0] = torch.randn(16), torch.randn(8, 8), torch.zeros(2, dtype=torch.int32)
         held.append((x, y, counters[0]))
         (out,) = passes.run("key", (x, y), lambda x=x, y=y: work(x, y, 3))
@@ -72,7 +83,102 @@ def test_a_played_pass_launches_with_the_addresses_of_its_own_tensors() -> None:
     kept = passes.known["key"]
     assert isinstance(kept, replay.Pass) and kept.workspace == replay.ALIGNMENT
     assert [offset for _, _, offset in kept.launches[0].pointers] == [0, 256, 0, 0]
-    assert not any(isinstance(x, torch.Tensor) for x in kept.launches[0].values), "memory stays alive"
+    names = [*kept.launches[0].values, *kept.names.values()]
+    assert not any(isinstance(x, torch.Tensor) for x in names), "memory stays alive"
+
+
+def test_each_stream_asks_once_and_has_workspaces_of_its_own(streams: list[int]) -> None:
+    passes = replay.Passes()
+    x, y = torch.randn(16), torch.randn(8, 8)
+    counters[0] = torch.zeros(2, dtype=torch.int32)
+    for _ in range(2):
+        passes.run("key", (x, y), lambda: work(x, y, 3))
+    seen: dict[int, set[tuple[int, int]]] = {}
+    for stream in (1, 2, 1, 2, 1):
+        streams.append(stream)
+        counters[0] = torch.zeros(2, dtype=torch.int32)
+        passes.run("key", (x, y), lambda: work(x, y, 3))
+        _, _, _, workspace, count, *_ = KERNEL.launches[-1]
+        seen.setdefault(stream, set()).add((workspace, count))
+    assert [len(places) for places in seen.values()] == [1, 1] and seen[1].isdisjoint(seen[2])
+
+
+@pytest.mark.parametrize("size", [512, replay.SPACE + 1])
+def test_no_other_pass_launches_on_a_workspace_before_its_own_has_launched_all(size: int) -> None:
+    """Whoever comes between two launches of a pass: here the first launch itself starts other passes on the same stream."""
+    kernel, passes, between = Kernel(x="*fp32", work="*u8", out="*fp32"), replay.Passes(), [0]
+
+    def two(x: torch.Tensor) -> list[torch.Tensor]:
+        workspace, out = x.new_empty(size, dtype=torch.uint8), torch.empty_like(x)
+        for _ in range(2):
+            replay.start(kernel, 1, x, workspace, out)
+        return [out]
+
+    class Interrupting(list[tuple[Any, ...]]):
+        def append(self, launch: tuple[Any, ...]) -> None:
+            super().append(launch)
+            if between[0]:
+                between[0] -= 1
+                passes.run("key", (x,), lambda: two(x))
+
+    x = torch.randn(64)
+    for _ in range(3):
+        passes.run("key", (x,), lambda: two(x))
+    kernel.launches = Interrupting()
+    for depth in (0, 2, 2):
+        kernel.launches.clear()
+        between[0] = depth
+        passes.run("key", (x,), lambda: two(x))
+        used = [place for _, _, place, _ in kernel.launches]
+        assert used == used[::-1] and len(set(used)) == depth + 1, "a pass inside another has its own"
+    kept = passes.known["key"]
+    assert isinstance(kept, replay.Pass) and ("free.pop" in kept.source) == (size <= replay.SPACE)
+    assert len(replay.spaces(x.device).get(7, [])) == (3 if size <= replay.SPACE else 0)
+
+
+def test_threads_take_workspaces_at_once() -> None:
+    """All four wait in their first launch, on workspaces of their own; afterwards all of those are free."""
+    together, seen = threading.Barrier(4, timeout=30), []
+    kernel, passes = Kernel(x="*fp32", work="*u8", out="*fp32"), replay.Passes()
+
+    class Waiting(list[tuple[Any, ...]]):
+        def append(self, launch: tuple[Any, ...]) -> None:
+            seen.append(launch[2])
+            together.wait()
+
+    def one(x: torch.Tensor) -> list[torch.Tensor]:
+        workspace, out = x.new_empty(512, dtype=torch.uint8), torch.empty_like(x)
+        replay.start(kernel, 1, x, workspace, out)
+        return [out]
+
+    x = torch.randn(64)
+    for _ in range(3):
+        passes.run("key", (x,), lambda: one(x))
+    kernel.launches = Waiting()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(lambda _: passes.run("key", (x,), lambda: one(x)), range(4)))
+    assert all(len(set(seen[i : i + 4])) == 4 for i in (0, 4, 8)) and len(set(seen)) == 4
+    assert sorted(w.data_ptr() for w in replay.spaces(x.device)[7]) == sorted(set(seen))
+
+
+@pytest.mark.parametrize("stride", [(64, 16, 1), (128, 16, 1), (2, 16, 1), (1, 4, 16)])
+def test_a_result_lies_as_it_was_recorded_also_where_it_is_shaped_like_an_input(stride: tuple[int, ...]) -> None:
+    kernel, passes = Kernel(x="*fp32", out="*fp32"), replay.Passes()
+
+    def one(x: torch.Tensor) -> list[torch.Tensor]:
+        out = torch.empty_strided(x.shape, stride)
+        replay.start(kernel, 1, x, out)
+        return [out]
+
+    for given in (stride, (64, 16, 1), (256, 16, 1)):
+        for _ in range(3):
+            x = torch.empty_strided((2, 4, 16), given)
+            (out,) = passes.run(given, (x,), lambda x=x: one(x))
+            assert out.stride() == stride and out.shape == x.shape
+            launched = [p if isinstance(p, int) else p.data_ptr() for p in kernel.launches[-1][1:]]
+            assert launched == [x.data_ptr(), out.data_ptr()]
+        assert isinstance(passes.known[given], replay.Pass)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +217,33 @@ def test_tensors_at_one_place_or_between_16_bytes_are_never_taken_for_others() -
 
 
 def test_captured_or_watched_launches_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    passes = replay.Passes()
-    assert passes.here(device) and not passes.here(torch.device("cuda", 1))
+    passes, x, y = replay.Passes(), torch.randn(16), torch.randn(8, 8)
+    counters[0] = torch.zeros(2, dtype=torch.int32)
+    runs: list[int] = []
+
+    def worked_out() -> bool:
+        before = len(runs)
+        passes.run("key", (x, y), lambda: runs.append(1) or work(x, y, 3))
+        return len(runs) > before
+
+    assert [worked_out() for _ in range(3)] == [True, True, False]
+    runtime = launching.knobs.runtime
     hook = lambda metadata: None  # noqa: E731
-    for chain in (launching.knobs.runtime.launch_enter_hook, launching.knobs.runtime.launch_exit_hook):
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(runtime, name)
         chain.add(hook)
-        assert not passes.here(device)
+        assert worked_out()
         chain.remove(hook)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not passes.here(device)
+        assert not worked_out()
+        for other, heard in ((None, False), (hook, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(runtime, name, other)
+                assert worked_out() == heard
+    for name, changed in (("_cuda_isCurrentStreamCapturing", True), ("_cuda_getDevice", 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch._C, name, lambda changed=changed: changed)
+            assert worked_out() and not replay.here(-1)
+    assert not worked_out() and len(runs) == 8
 
 
 def test_a_map_is_made_once_for_an_address_and_few_are_kept() -> None:
@@ -168,9 +288,21 @@ def test_the_launcher_in_c_is_called_as_tritons_public_way_calls_it(monkeypatch:
 
     kernel[(5, 1, 1)](address(x), 3, Descriptor(tile, [8, 8], [8, 1]), "constant", address(y) + 128, stream=7)
     launch = launching.Launch(kernel, 5, [None, 3, Descriptor(None, [8, 8], [8, 1]), "constant", None], {0: (0, 0), 2: (1, 0), 4: (2, 128)})
-    launch([address(x), address(tile), address(y)], 7)
+    play(launch, address(x), address(tile), address(y), stream=7)
     public, direct = calls
     assert direct == public and "map" in str(direct) and "constant" in str(direct)
+
+
+def play(launch: launching.Launch, *addresses: int, stream: int) -> None:
+    """Runs a launch as it is written."""
+    objects: list[Any] = []
+
+    def named(x: Any) -> str:
+        objects.append(x)
+        return f"objects[{len(objects) - 1}]"
+
+    source = launch.written(named)
+    eval(source, {"objects": objects, "stream": stream, **{f"p{i}": x for i, x in enumerate(addresses)}})
 
 
 # ------------------------------------------------------------------------------------------------------------- what makes a call
@@ -292,6 +424,11 @@ def test_what_watches_or_transforms_a_call_sees_the_operator(on_gpu: list[torch.
     assert key(*(x.to_sparse() for x in on_gpu)) is None
 
 
+def nothing_comes_again(patch: pytest.MonkeyPatch) -> None:
+    for look_up in ("key_of", "again", "again_over_a_cache"):
+        patch.setattr(repeats, look_up, lambda *_: None)
+
+
 def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tiled path, of which nothing is recorded: outputs, gradients, second derivatives, gradients of some inputs, hooks."""
     monkeypatch.setattr(plan, "target_of", lambda device: plan.Target("cpu"))
@@ -315,7 +452,7 @@ def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: li
             return [*outputs, *first, *some, *torch.autograd.grad(first[0].square().sum(), inputs)]
 
         with monkeypatch.context() as patch:
-            patch.setattr(repeats, "key_of", lambda *_: None)
+            nothing_comes_again(patch)
             expected = derivatives_of(inputs, call)
         for _ in range(3):
             for x, y in zip(derivatives_of(inputs, call), expected, strict=True):
@@ -343,7 +480,7 @@ def test_a_repeated_call_over_a_cache_appends_once_and_tells_autograd(on_gpu: li
         versions = call["k_cache"]._version, call["v_cache"]._version
         out, aux = attention_with_kvcache(**call, causal=True, return_aux="lse")
         with monkeypatch.context() as patch:
-            patch.setattr(repeats, "key_of", lambda *_: None)
+            nothing_comes_again(patch)
             expected, lse = attention_with_kvcache(**twin, causal=True, return_aux="lse")
         assert torch.equal(out, expected) and torch.equal(aux.lse, lse.lse)
         assert all(torch.equal(call[name], twin[name]) for name in call)
@@ -366,7 +503,7 @@ def test_values_inside_the_keys_are_told_from_values_of_their_own(monkeypatch: p
     for together in (True, True, False, False, True):
         k = torch.randn(8)
         v = k.view(8) if together else torch.randn(8)
-        (out,) = repeats.over_a_cache(("key",), (q, k, v, None), lambda k=k, v=v: (read(k, v),))
+        (out,) = repeats.over_a_cache(("key",), (q, k, v, None), (), lambda k=k, v=v: (read(k, v),))
         launched = [x if isinstance(x, int) else x.data_ptr() for x in kernel.launches[-1][1:]]
         assert launched == [k.data_ptr(), v.data_ptr(), out.data_ptr()]
     assert len(repeats._over_caches.known) == 2 and all(isinstance(x, replay.Pass) for x in repeats._over_caches.known.values())

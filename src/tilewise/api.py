@@ -140,6 +140,17 @@ def attention(
         >>> aux.lse.shape
         torch.Size([2, 8, 128])
     """
+    alone = (
+        score_mod is mask is bias is alibi_slopes is learnable_sink is dropout_seed is seqused_q is seqused_k
+        is q_descale is k_descale is v_descale is None and not torch.compiler.is_compiling()
+    )  # fmt: skip
+    if alone:
+        found = repeats.again(
+            q, k, v, causal, window_size, softmax_scale, softcap, dropout_p, deterministic, layout, backend, out_dtype, check_values,
+            return_aux,
+        )  # fmt: skip
+        if found is not None:
+            return (found[0], Aux(lse=found[1])) if return_aux else found[0]
     key = None
     operands = q, k, v, bias, mask, alibi_slopes, learnable_sink, seqused_q, seqused_k
     if score_mod is None and dropout_seed is None and q_descale is None and k_descale is None and v_descale is None:
@@ -147,8 +158,13 @@ def attention(
         key = repeats.key_of(operands, rules, window_size, deterministic, (dropout_p, check_values, backend == "reference"), return_aux)
         known = None if key is None else repeats.known.get(key)
         if known is not None:
-            out, lse, *_ = known(*operands)
-            return (out, Aux(lse=lse)) if return_aux else out
+            found = known(*operands)
+            if alone:
+                repeats.keep_lately(
+                    known, operands, causal, window_size, softmax_scale, softcap, dropout_p, deterministic, layout, backend, out_dtype,
+                    check_values, return_aux,
+                )  # fmt: skip
+            return (found[0], Aux(lse=found[1])) if return_aux else found[0]
     arguments: dict[str, Any] = dict(
         causal=causal, window_size=window_size, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, dropout_p=dropout_p, dropout_seed=dropout_seed, seqused_q=seqused_q,
@@ -161,7 +177,7 @@ def attention(
         return attention_jagged(q, k, v, **arguments)
     prepared = prepare(q, k, v, **arguments)
     if key is not None:
-        result = repeats.remember(key, prepared.op_arguments)(*operands)
+        result = repeats.remember(key, prepared.op_arguments, prepared.wants_aux)(*operands)
     elif backend == "reference":
         result = as_the_op(reference.attention_full, prepared.reference_arguments, out_dtype)
     else:

@@ -137,7 +137,7 @@ def test_values_hidden_from_a_tile_stay_hidden_whether_or_not_it_is_asked_first(
 
     def results(spoiled, least):
         monkeypatch.setattr(finite, "LEAST_WORK", least)
-        repeats.known.clear()  # a recorded call has asked, or not, for good
+        repeats.forget()  # a recorded call has asked, or not, for good
         torch.manual_seed(3)
         given = {**qkv(1, 200, 300), "dout": randn(1, 200, 4, 64)}
         if spoiled:

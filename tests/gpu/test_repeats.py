@@ -54,8 +54,13 @@ def anew(
 ) -> list[torch.Tensor]:
     """The same, every step of it worked out again."""
     with monkeypatch.context() as patch:
-        patch.setattr(repeats, "key_of", lambda *_: None)
+        nothing_comes_again(patch)
         return outputs(call, inputs, douts)
+
+
+def nothing_comes_again(patch: pytest.MonkeyPatch) -> None:
+    for look_up in ("key_of", "again", "again_over_a_cache"):
+        patch.setattr(repeats, look_up, lambda *_: None)
 
 
 def problem(call: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -78,7 +83,7 @@ def close(got: list[torch.Tensor], expected: list[torch.Tensor], exact: bool) ->
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_played_call_gives_the_bits_of_one_worked_out_anew(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    repeats.known.clear()
+    repeats.forget()
     held = []
     for _ in range(5):  # every time in other memory: what was there before is held
         call = made(CALLS[name]) | {"backend": backend}
@@ -89,6 +94,33 @@ def test_a_played_call_gives_the_bits_of_one_worked_out_anew(backend: str, name:
     assert len(found.passes.known) == 2
     if "out_dtype" not in call:  # the gradient of a float32 output is converted, which is more than allocations and launches
         assert all(isinstance(x, replay.Pass) for x in found.passes.known.values())
+
+
+def test_the_third_call_needs_no_key(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats.forget()
+    call = {"backend": backend, "causal": True, "deterministic": True}
+    held = [problem(call) for _ in range(4)]
+    cache = [randn(2, 64, 2, 64) for _ in range(2)]
+    step = randn(2, 1, 8, 64)
+    for inputs, douts in held[:3]:
+        expected = [anew(call, *x, monkeypatch) for x in held]
+        outputs(call, inputs, douts)
+        with torch.no_grad():
+            without = attention(*inputs, **call)
+        read = attention_with_kvcache(step, *cache)
+
+    def no_key(*_: Any) -> None:
+        raise AssertionError("it is looked up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repeats, "key_of", no_key)
+        for x, y in zip(held, expected, strict=True):
+            close(outputs(call, *x), y, True)
+        with torch.no_grad():
+            assert torch.equal(attention(*held[2][0], **call), without)
+        assert torch.equal(attention_with_kvcache(step, *cache), read)
+        with pytest.raises(AssertionError, match="looked up"):
+            attention(*held[0][0], **call, softcap=1.0)
 
 
 def test_other_strides_dtypes_and_lengths_at_the_same_address(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +216,7 @@ def test_float32_reads_torchs_precision_on_every_call() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "appending", "paged", "rotary and split", "latent"])
 def test_a_played_call_over_a_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "_over_caches", replay.Passes())
+    repeats.forget()
     held = []
     for step in range(6):
         lengths = torch.tensor([5 + step, 300], dtype=torch.int32, device="cuda")
@@ -204,7 +236,7 @@ def test_a_played_call_over_a_cache(kind: str, monkeypatch: pytest.MonkeyPatch) 
         held.append((q, caches, copies, options))
         got = attention_with_kvcache(q, *caches, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(repeats, "key_of", lambda *_: None)
+            nothing_comes_again(patch)
             expected = attention_with_kvcache(q, *copies, **options)
         (got, lse), (expected, other) = (x if isinstance(x, tuple) else (x, None) for x in (got, expected))
         assert torch.equal(got, expected) and all(map(torch.equal, caches, copies))

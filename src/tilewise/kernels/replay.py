@@ -3,7 +3,8 @@
 What a small call costs on the host is not its launches but the way to them: checks, choices, some hundred arguments. All of it follows from
 the layouts of its tensors and from its rules, so it need not be worked out twice. `record` runs a pass and watches it: every operator of
 torch, through a dispatch mode, and every launch, which all go through `start`. A pass that does anything else than allocate, look at
-tensors and launch is not kept.
+tensors and launch is not kept. What is kept is played as Python without a loop or a branch (`Pass.source`): going through lists of places
+takes as long as the launches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .triton.launching import Launch
 
 ALIGNMENT = 512  # bytes, between the parts of a workspace: what torch's allocator gives tensors of their own
+SPACE = 1 << 20  # bytes that are kept for workspaces; passes that need more take so long that they do not wait for the host
 _ALLOCATIONS = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -46,7 +48,7 @@ def note(kernel: Any, programs: int, arguments: Sequence[Any]) -> None:
 
 
 def asked(function: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
-    """``function(device)``, a tensor that every pass must ask for itself: its answer depends on the stream."""
+    """``function(device)``, memory that belongs to the current stream as long as there are calls: each stream asks for its own, once."""
     tensor = function(device)
     recording = getattr(_running, "recording", None)
     if recording is not None:
@@ -54,21 +56,56 @@ def asked(function: Callable[[torch.device], Tensor], device: torch.device) -> T
     return tensor
 
 
+class OfStreams(dict[int, int]):
+    """The address of what ``function(device)`` gives, by stream; the stream that asks is the current one of `device`."""
+
+    def __init__(self, function: Callable[[torch.device], Tensor], device: torch.device) -> None:
+        self.function, self.device = function, device
+        self.tensors: list[Tensor] = []
+
+    def __missing__(self, stream: int) -> int:
+        tensor = self.function(self.device)
+        self.tensors.append(tensor)
+        self[stream] = tensor.data_ptr()
+        return self[stream]
+
+
+of_streams = functools.lru_cache(maxsize=64)(OfStreams)
+
+
+class Spaces(dict[int, list[Tensor]]):
+    """Memory for small workspaces, by stream: what no pass is about to launch on. A pass takes one out and puts it back after its last
+    launch. So nobody launches on it in between, neither another thread nor a finalizer of this one, and what is launched on it later runs
+    after the pass, being on the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __missing__(self, stream: int) -> list[Tensor]:
+        return self.setdefault(stream, [])
+
+    def more(self) -> Tensor:
+        return torch.empty(SPACE, dtype=torch.uint8, device=self.device)
+
+
+spaces = functools.lru_cache(maxsize=64)(Spaces)
+
+
 def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Where tensors lie, if a pass over them may be recorded or played: at multiples of 16 bytes, which is what its choices may rest on,
-    and no two at the same place (or at none, without elements), where an address would not say which is meant."""
+    """Where tensors lie, if a pass over them may be recorded: at multiples of 16 bytes, which is what its choices may rest on, and no two
+    at the same place (or at none, without elements), where an address would not say which is meant. `Pass.source` asks the same."""
     addresses = [x.data_ptr() for x in tensors]
-    low = 0
-    for address in addresses:
-        low |= address
-    return addresses if low & 15 == 0 and 0 not in addresses and len(set(addresses)) == len(addresses) else None
+    aligned = not any(address % 16 for address in addresses)
+    return addresses if aligned and len({0, *addresses}) == len(addresses) + 1 else None
 
 
 class Recording(TorchDispatchMode):
     """What a pass does, for as long as this mode is active."""
 
-    def __init__(self, addresses: Sequence[int]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], addresses: Sequence[int]) -> None:
         super().__init__()
+        self.device = inputs[0].device
+        self.layouts = [(x.shape, x.stride(), x.dtype) for x in inputs]
         self.inputs = {address: index for index, address in enumerate(addresses)}
         self.made: list[Tensor] = []  # kept, so that no address stands for two of them
         self.questions: list[tuple[int, Callable[[torch.device], Tensor]]] = []
@@ -138,40 +175,76 @@ class Recording(TorchDispatchMode):
         for kernel, programs, arguments, places in self.launches:
             where = {index: (slots[kind, i][0], slots[kind, i][1] + offset) for index, (kind, i, offset) in places.items()}
             launches.append(Launch(kernel, programs, arguments, where))
-        shapes = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
-        return Pass(tuple(function for _, function in self.questions), shapes, bytes_used, launches)
+        layouts = [(x.shape, x.stride(), x.dtype) for x in results]
+        questions = [of_streams(function, self.device) for _, function in self.questions]
+        return Pass(self.device, self.layouts, questions, layouts, bytes_used, launches)
+
+
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Pass:
-    """What a recorded pass does: ask, allocate, launch."""
+    """What a recorded pass does on inputs of its layouts: ``play(*inputs)`` are its results, None where it must be worked out."""
 
-    __slots__ = ("launches", "questions", "results", "workspace")
+    __slots__ = ("launches", "names", "play", "source", "workspace")
 
     def __init__(
         self,
-        questions: tuple[Callable[[torch.device], Tensor], ...],
-        results: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        layouts: Sequence[Layout],
+        questions: Sequence[OfStreams],
+        results: Sequence[Layout],
         workspace: int,
-        launches: list[Launch],
+        launches: Sequence[Launch],
     ) -> None:
-        self.questions, self.results, self.workspace, self.launches = questions, results, workspace, launches
+        self.workspace, self.launches = workspace, launches
+        self.names: dict[str, Any] = {"empty_like": torch.empty_like, "empty_strided": torch.empty_strided, "here": here}
+        self.names["raw_stream"] = torch._C._cuda_getCurrentRawStream
+        index = -1 if device.index is None else device.index
+        inputs = [f"x{i}" for i in range(len(layouts))]
+        pointers = [f"p{i}" for i in range(len(layouts) + len(questions) + len(results) + 1)]
+        made = iter(pointers[len(layouts) :])
+        given = ", ".join(pointers[: len(layouts)])
+        lines = [f"{p} = {x}.data_ptr()" for p, x in zip(pointers, inputs, strict=False)]
+        lines += [f"if ({given.replace(', ', ' | ')}) & 15 or len({{0, {given}}}) != {len(inputs) + 1} or not here({index}): return None"]
+        lines += [f"stream = raw_stream({index})"]
+        lines += [f"{next(made)} = {self.named(question)}[stream]" for question in questions]
+        for i, (shape, stride, dtype) in enumerate(results):
+            contiguous = torch.empty(shape, device="meta").stride() == stride  # then what torch makes like it lies as it does
+            if contiguous and (shape, stride, dtype) in layouts:
+                lines += [f"y{i} = empty_like(x{layouts.index((shape, stride, dtype))})"]
+            else:
+                layout = f"{tuple(shape)}, {stride}, dtype={self.named(dtype)}, device={self.named(device)}"
+                lines += [f"y{i} = empty_strided({layout})"]
+            lines += [f"{next(made)} = y{i}.data_ptr()"]
+        small = 0 < workspace <= SPACE
+        if small:
+            free = spaces(device)
+            lines += [f"free = {self.named(free)}[stream]"]
+            lines += ["try: work = free.pop()", f"except IndexError: work = {self.named(free.more)}()"]  # threads may take at once
+        elif workspace:
+            lines += [f"work = empty_strided(({workspace},), (1,), dtype={self.named(torch.uint8)}, device={self.named(device)})"]
+        if workspace:
+            lines += [f"{next(made)} = work.data_ptr()"]
+        lines += [launch.written(self.named) for launch in launches]
+        lines += ["free.append(work)"] if small else []
+        lines += [f"return ({' '.join(f'y{i},' for i in range(len(results)))})"]
+        self.source = "\n    ".join([f"def play({', '.join(inputs)}):", *lines])
+        exec(compile(self.source, "<a recorded pass of tilewise>", "exec"), self.names)
+        self.play: Callable[..., tuple[Tensor, ...] | None] = self.names.pop("play")
 
-    def play(self, addresses: list[int], device: torch.device) -> list[Tensor]:
-        """The results of the pass on inputs at `addresses`, on the current stream of `device`, which is the current device."""
-        for question in self.questions:
-            addresses.append(question(device).data_ptr())
-        results = []
-        for shape, stride, dtype in self.results:
-            x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            results.append(x)
-            addresses.append(x.data_ptr())
-        if self.workspace:
-            workspace = torch.empty_strided((self.workspace,), (1,), dtype=torch.uint8, device=device)
-            addresses.append(workspace.data_ptr())
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for launch in self.launches:
-            launch(addresses, stream)
-        return results
+    def named(self, x: Any) -> str:
+        """How the source writes a constant: as a literal where that is exact, else by a name."""
+        if x is None or type(x) in (bool, int):
+            return repr(x)
+        name = f"c{len(self.names)}"
+        self.names[name] = x
+        return name
+
+
+def here(device: int) -> bool:
+    """Whether launches go to a device at once: it is the current one, they are not captured in a graph, and nobody listens to them."""
+    return torch._C._cuda_getDevice() == device and not torch._C._cuda_isCurrentStreamCapturing() and not _listener()()
 
 
 class Passes:
@@ -193,19 +266,15 @@ class Passes:
                 self.known.clear()
             self.known[key] = 0
             return ordinary()
-        device = inputs[0].device
-        addresses = addresses_of(inputs)
-        if addresses is None or known == self.ATTEMPTS or not self.here(device):
-            return ordinary()
         if isinstance(known, Pass):
-            return known.play(addresses, device)
-        results, recorded = record(ordinary, addresses)
+            results = known.play(*inputs)
+            return ordinary() if results is None else results
+        addresses = addresses_of(inputs)
+        if addresses is None or known == self.ATTEMPTS or not here(inputs[0].get_device()):
+            return ordinary()
+        computed, recorded = record(ordinary, inputs, addresses)
         self.known[key] = known + 1 if recorded is None else recorded
-        return results
-
-    def here(self, device: torch.device) -> bool:
-        """Whether launches go to `device` at once: they are not captured in a graph, and nobody listens to them."""
-        return torch.cuda.current_device() == device.index and not torch.cuda.is_current_stream_capturing() and not _listener()()
+        return computed
 
 
 @functools.cache
@@ -218,9 +287,11 @@ def _listener() -> Callable[[], bool]:
     return watched
 
 
-def record(ordinary: Callable[[], Sequence[Tensor]], addresses: Sequence[int]) -> tuple[Sequence[Tensor], Pass | None]:
-    """What `ordinary` returns, and the pass that it ran if that can be played."""
-    recording = Recording(addresses)
+def record(
+    ordinary: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], addresses: Sequence[int]
+) -> tuple[Sequence[Tensor], Pass | None]:
+    """What `ordinary` returns, and the pass that it ran on `inputs`, which lie at `addresses`, if that can be played."""
+    recording = Recording(inputs, addresses)
     _running.recording = recording
     try:
         with recording:

@@ -113,6 +113,21 @@ def attention_with_kvcache(
         learnable_sink, k_descale, v_descale,
     )  # fmt: skip
 
+    found: Any = None
+    rules: tuple[Any, ...] = (rotary_interleaved, causal, softmax_scale, softcap, num_splits, batch_invariant, out_dtype)
+    if mask is None and not torch.compiler.is_compiling():
+        found = repeats.again_over_a_cache(tensors, *rules, window_size, check_values, return_aux)
+    if found is None:
+        found = _looked_up(tensors, rules, mask, window_size, check_values, return_aux)
+    return (found[0], Aux(lse=found[1] if "lse" in return_aux else None)) if return_aux not in ((), None) else found[0]
+
+
+def _looked_up(
+    tensors: tuple[Any, ...], rules: tuple[Any, ...], mask: Any, window_size: Any, check_values: Any, return_aux: Any
+) -> Sequence[Tensor]:
+    """(out, lse), or out alone where nobody asked for more and the call has come before."""
+    rotary_interleaved, causal, softmax_scale, softcap, num_splits, batch_invariant, out_dtype = rules
+
     def compute(direct: bool) -> tuple[Tensor, Tensor]:
         return _append_and_read(
             *tensors, rotary_interleaved=rotary_interleaved, causal=causal, window_size=window_size, mask=mask,
@@ -120,12 +135,11 @@ def attention_with_kvcache(
             check_values=check_values, out_dtype=out_dtype, return_aux=return_aux, direct=direct,
         )  # fmt: skip
 
-    key = None
-    if mask is None:
-        rules = (rotary_interleaved, causal, softmax_scale, softcap, num_splits, batch_invariant, out_dtype)
-        key = repeats.key_of(tensors, rules, window_size, False, (check_values,), return_aux)
-    out, lse = compute(direct=False) if key is None else repeats.over_a_cache(key, tensors, lambda: compute(direct=True))
-    return (out, Aux(lse=lse if "lse" in return_aux else None)) if return_aux not in ((), None) else out
+    key = None if mask is not None else repeats.key_of(tensors, rules, window_size, False, (check_values,), return_aux)
+    if key is None:
+        return compute(direct=False)
+    wanted = 2 if return_aux else 1
+    return repeats.over_a_cache(key, tensors, (*rules, window_size, check_values, return_aux), lambda: compute(direct=True)[:wanted])
 
 
 def _append_and_read(

@@ -1,8 +1,8 @@
 """The one place that knows Triton's launcher below its public call: a launch of which only addresses change.
 
 ``kernel[grid](*arguments)`` expands every tensor descriptor in Python and encodes its map for the hardware anew, asks for the current
-device and stream, and calls two chains of hooks. A `Launch` has all of that done: what is left are addresses, put into a list, and one call
-of the launcher in C. Triton 3.6 and 3.9 call it differently; where neither way fits, a `Launch` takes the public one.
+device and stream, and calls two chains of hooks. A `Launch` has all of that done: what is left is one call of the launcher in C, with
+addresses among constants. Triton 3.6 and 3.9 call it differently; where neither way fits, a `Launch` takes the public one.
 """
 
 from __future__ import annotations
@@ -59,18 +59,22 @@ class Maps:
 
 
 def watched() -> bool:
-    """Whether somebody listens to launches: hooks of a profiler."""
-    return _listens(knobs.runtime.launch_enter_hook) or _listens(knobs.runtime.launch_exit_hook)
-
-
-def _listens(hook: Any) -> bool:
-    """An empty chain does not; whatever else was put in its place does."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    """Whether somebody listens to launches: hooks of a profiler. An empty chain does not; whatever else was put in its place does."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
 
 
 def types(kernel: Any) -> list[Any]:
     """The Triton types of a compiled kernel's arguments, in order."""
     return list(kernel.src.signature.values())
+
+
+class Entry(NamedTuple):
+    """How a compiled kernel is launched: ``call(programs, 1, 1, stream, *before, *values)``, with one list of values if not `spread`."""
+
+    call: Callable[..., Any]
+    before: tuple[Any, ...] = ()
+    spread: bool = True
 
 
 class Launch:
@@ -79,7 +83,7 @@ class Launch:
     `places` says for each of these, pointers and descriptors, which address it is and how many bytes behind it.
     """
 
-    __slots__ = ("described", "launch", "pointers", "programs", "values")
+    __slots__ = ("described", "entry", "pointers", "programs", "values")
 
     def __init__(self, kernel: Any, programs: int, arguments: Sequence[Any], places: dict[int, tuple[int, int]]) -> None:
         direct = _direct(kernel)
@@ -97,15 +101,18 @@ class Launch:
                 self.pointers.append((len(self.values), *places[index]))
             self.values.append(x)
         self.programs = programs
-        self.launch = direct if direct is not None else _public(kernel)
+        self.entry = direct if direct is not None else Entry(_public(kernel))
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        values = self.values.copy()
+    def written(self, named: Callable[[Any], str]) -> str:
+        """The launch as Python, with ``stream`` and ``p0``, ``p1``, ... for the addresses; `named` gives objects a name there."""
+        texts = [named(x) for x in self.values]
         for place, address, offset in self.pointers:
-            values[place] = addresses[address] + offset
+            texts[place] = f"p{address} + {offset}" if offset else f"p{address}"
         for place, address, offset, maps in self.described:
-            values[place] = maps(addresses[address] + offset)
-        self.launch(self.programs, stream, values)
+            where = f"p{address} + {offset}" if offset else f"p{address}"
+            texts[place] = f"{named(maps.known.get)}({where}) or {named(maps)}({where})"
+        values = ", ".join(texts) if self.entry.spread else f"[{', '.join(texts)}]"
+        return ", ".join([f"{named(self.entry.call)}({self.programs}, 1, 1, stream", *map(named, self.entry.before), values]) + ")"
 
 
 def _of_descriptors(kernel: Any) -> list[Any]:
@@ -125,13 +132,13 @@ def _encoder(metadata: Any) -> Callable[[Descriptor], Any]:
     return lambda descriptor: make_tensordesc_arg(descriptor, metadata, *[None] * further)[0]
 
 
-def _public(kernel: Any) -> Callable[[int, int, list[Any]], None]:
-    return lambda programs, stream, values: kernel[(programs, 1, 1)](*values, stream=stream)
+def _public(kernel: Any) -> Callable[..., None]:
+    return lambda x, y, z, stream, *values: kernel[(x, y, z)](*values, stream=stream)
 
 
 @functools.lru_cache(maxsize=1024)
-def _direct(kernel: Any) -> Callable[[int, int, list[Any]], None] | None:
-    """The launcher in C with everything but stream and values, None where this Triton has another one."""
+def _direct(kernel: Any) -> Entry | None:
+    """The launcher in C and all that it takes before the values of a launch, None where this Triton has another one."""
     try:
         run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
         cooperative, dependent, wrapped = run.launch_cooperative_grid, run.launch_pdl, run.launch
@@ -142,9 +149,8 @@ def _direct(kernel: Any) -> Callable[[int, int, list[Any]], None] | None:
             return None
         compiled = inspect.getclosurevars(wrapped).nonlocals["launcher"] if inspect.isfunction(wrapped) else wrapped
         if not hasattr(run, "arg_annotations"):
-            middle = (function, cooperative, dependent, None, None, packed, None, None, None)
-            return lambda programs, stream, values: compiled(programs, 1, 1, stream, *middle, *values)
-        parts = (function, cooperative, dependent, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
-        return lambda programs, stream, values: compiled(programs, 1, 1, stream, *parts, values)
+            return Entry(compiled, (function, cooperative, dependent, None, None, packed, None, None, None))
+        before = (function, cooperative, dependent, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+        return Entry(compiled, before, spread=False)
     except (AttributeError, KeyError):
         return None
