@@ -35,6 +35,7 @@ from .barriers import (
     wait,
     wait_behind,
 )
+from .dropout import drawing_of_rows, keep_bits, kept
 from .epilogue import epilogue
 from .gluon_api import (
     BarrierLayout,
@@ -110,6 +111,7 @@ def attend_block(
     slope,
     plain_first,
     plain_end,
+    drawing,
     q_slot,
     count,
     block,
@@ -124,6 +126,10 @@ def attend_block(
     v_stage = stage_of(count, C.stages)
     k_stage = stage_of(count + 1, C.stages)
     phase = phase_of(count + 1, C.stages)
+    bits = 0
+    if C.dropout:
+        # Under the products of the other warp group, for it is drawn outside the turn: behind its own ptxas would put it among them.
+        bits = keep_bits(C, p, drawing, block, thread)
     wait(base + 8 * (C.k_full + k_stage), phase)
     if C.listed:
         block = left_number(base + 8 * (C.block_slot + stage_of(count + 1, 2 * C.stages)))
@@ -153,6 +159,8 @@ def attend_block(
         if needs_mask(C, block, plain_first, plain_end):
             s = mask_scores(C, p, tile, block, row, s)
     m_i, l_i, next_prob, alpha = online_softmax_update(C, p, s, m_i, l_i)
+    if C.dropout:
+        next_prob = kept(next_prob, bits, 4)
     # This wait, for the V tile of the *next* product, is here for its basic-block edge behind the exponentials: without it ptxas puts
     # the wait for the running product above them, and nothing overlaps.
     wait_behind(base + 8 * (C.v_full + k_stage), phase, l_i)
@@ -198,6 +206,9 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         if C.alibi:
             batch, head = split_head(p, tile.batch_head)
             slope = gl.load(p.slopes_ptr + batch * p.stride_slopes + head).to(gl.float32)
+        drawing = 0
+        if C.dropout:
+            drawing = drawing_of_rows(C, p, tile, row)
         # The scores of the first block were computed at the end of the tile before.
         block = tile.last_block
         if C.listed:
@@ -209,6 +220,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         if needs_mask(C, block, plain_first, plain_end):
             s = mask_scores(C, p, tile, block, row, s)
         m_i, l_i, prob = first_softmax(C, p, s)
+        if C.dropout:
+            prob = kept(prob, keep_bits(C, p, drawing, block, thread), 4)
         prob = gl.convert_layout(prob.to(mem.v.dtype), p_layout)
         acc = gl.zeros([64, DIM_V], gl.float32, layout=o_layout)
         wait(base + 8 * (C.v_full + stage_of(count, C.stages)), phase_of(count, C.stages))
@@ -226,6 +239,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
                 slope,
                 plain_first,
                 plain_end,
+                drawing,
                 q_slot,
                 count,
                 tile.last_block - 1 - j,
@@ -315,6 +329,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_mask_b",
         "stride_mask_h",
         "stride_mask_m",
+        "drop_below",
+        "keep_scale",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr",
@@ -327,6 +343,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "full_ptr",
         "bias_ptr",
         "mask_ptr",
+        "seed_ptr",
     ],
 )
 def attention_forward(
@@ -376,6 +393,9 @@ def attention_forward(
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
+    seed_ptr,
+    drop_below,
+    keep_scale,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -464,6 +484,9 @@ def attention_forward(
         stride_out_s,
         Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
         Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
+        seed_ptr,
+        drop_below,
+        keep_scale,
     )
     if C.warpgroups == 2:
         warp_specialize(
