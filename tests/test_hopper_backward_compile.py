@@ -112,6 +112,12 @@ SPILLS = {
     "d128 float32 bias": (144, 40),
     "d128 mask of rows": (104, 20),
     "d128 everything and tensors": (808, 336),
+    "d64 everything and dropout": (288, 48),
+    "d128 causal dropout": (96, 12),
+    "d128 causal dropout, ordered": (96, 12),
+    "d128 packed causal dropout": (144, 20),
+    "d128 everything and dropout": (848, 320),
+    "d256 causal dropout": (96, 10),
 }
 
 

@@ -120,6 +120,12 @@ SPILLS = {
     "d128 packed window": 64,
     "d128 packed everything": 64,
     "d256 packed causal": 128,
+    "d128 causal dropout": 64,
+    "d128 window and dropout": 64,
+    "d128 packed causal dropout": 64,
+    "d128 everything and dropout": 64,
+    "d192/128 causal dropout": 64,
+    "d256 causal dropout": 64,
 }
 
 # Spilled values that are read back inside that loop: 160 registers are short for three consumers, 232 for everything at once, most with 64

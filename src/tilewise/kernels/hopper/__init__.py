@@ -73,6 +73,8 @@ def _unserved_lists(t: Operands, r: Rules) -> str | None:
     found = _ONE_LOOK_UP.fullmatch(r.mask_mod)
     if found is None or int(found[1]) % blocks.block_m or int(found[2]) % blocks.block_n:
         return "it does not run mask functions inside listed blocks: it visits those of masks.Blocks, which are visible entirely"
+    if r.dropout_p > 0:
+        return "it does not draw dropout for listed blocks: it draws before it knows which comes next"
     if t.seqused_q is not None or t.seqused_k is not None:
         return "it does not cut listed blocks at seqused_q or seqused_k"
     if r.window_left >= 0 or r.window_right > 0:

@@ -148,7 +148,9 @@ def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.const
 
 
 @jit
-def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope):
+def add_block(
+    C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
+):
     """What one query block adds to dK, dV and dslope, and its dQ. `count` numbers the query blocks of this CTA; `rest` is the second part
     of dQ of the block before, where it leaves in two: it waits for the first to be gone under this block's first products.
     """

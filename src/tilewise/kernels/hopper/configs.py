@@ -251,7 +251,8 @@ def value_columns(head_dim_v: int) -> int:
 def tile_name(
     head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, plain: bool, bias: str = "", mask: str = ""
 ) -> str:
-    """The tile that serves a call. `plain`: no mask but causal, no score transformation, no dropout. `bias` and `mask`: the forms of such tensors.
+    """The tile that serves a call. `plain`: no mask but causal, no score transformation, no dropout. `bias` and `mask`: the forms of such
+    tensors.
 
     Three consumers of head dim 64 need long sequences to fill their 192 rows and have 80 registers fewer each, so that they only
     take calls without further features.

@@ -62,8 +62,8 @@ class _Text:
         return counters
 
     def swap(self, bits: str, thread: str, lane: int, shift: int) -> str:
-        """Between threads whose numbers differ in the bit `lane`: where that bit is 0, those of `bits` whose place has `shift` are given for
-        the other's that have not; they change places too.
+        """Between threads whose numbers differ in the bit `lane`: the one where it is 0 gives the bits in places that contain `shift`, and
+        gets for them those in the other places.
         """
         low = sum(1 << i for i in range(32) if not i & shift)
         upper = self.value("and.b32", thread, lane)
@@ -79,8 +79,8 @@ class _Text:
 
 
 def bits_text(transposed: bool, warps: int, columns: int = 64) -> str:
-    """PTX of the bits of the probabilities of a thread, half as many as `columns`, bit n for the n-th value that it holds in wgmma's layout of a tile of which 16 rows are
-    each of `warps` warps'; further warps have further columns.
+    """PTX of the bits of a thread, half as many as `columns`: bit n is that of the n-th value which it holds of a tile in wgmma's layout.
+    Each of `warps` warps has 16 rows of it; further warps have further columns.
 
     Operands: the bits; the seed's low and high word; the threshold; the first query and the first four keys of the tile, counted in fours;
     query head and batch item; the number of the thread.
