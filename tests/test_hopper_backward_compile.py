@@ -115,8 +115,8 @@ SPILLS = {
     "d64 everything and dropout": (288, 48),
     "d128 causal dropout": (96, 12),
     "d128 causal dropout, ordered": (96, 12),
-    "d128 packed causal dropout": (144, 20),
-    "d128 everything and dropout": (848, 320),
+    "d128 packed causal dropout": (160, 36),
+    "d128 everything and dropout": (976, 360),
     "d256 causal dropout": (96, 10),
 }
 

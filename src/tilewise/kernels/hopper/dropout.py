@@ -13,8 +13,6 @@ from ..philox import MULTIPLIERS, ROUNDS, WEYL
 from .gluon_api import aggregate, constexpr_function, gl, jit
 from .walk import split_head
 
-AT_ONCE = 4  # calls whose rounds alternate: enough to hide the latency of a product, few enough for the registers
-
 
 class _Text:
     """PTX in which each value is computed once, however often it is asked for."""
@@ -51,7 +49,7 @@ class _Text:
         return self.value("lop3.b32", *operands, "0x96")
 
     def words(self, counters: list[tuple[str, str, str, str]], keys: tuple[str, str]) -> list[tuple[str, str, str, str]]:
-        """The four words of each counter, round by round for all of them."""
+        """The four words of each counter, round by round for all of them; ptxas chooses how many are under way at once."""
         for n in range(ROUNDS):
             if n:
                 keys = self.value("add.u32", keys[0], WEYL[0]), self.value("add.u32", keys[1], WEYL[1])
@@ -113,12 +111,11 @@ def bits_text(transposed: bool, warps: int, columns: int = 64) -> str:
     # Bits are packed by additions of powers of two to floats, exact in 23 bits: the unit for logic is the busiest one.
     halves = [text.new() for _ in range(2)]
     text.lines.extend(f"mov.b32 {half}, 0x4b000000;" for half in halves)  # 2^23
-    for first in range(0, len(calls), AT_ONCE):
-        some = calls[first : first + AT_ONCE]
-        for words, (_, _, places) in zip(text.words([(q, i, head, batch) for q, i, _ in some], (low, high)), some, strict=True):
-            for word, place in zip(words, places, strict=True):
-                half, power = halves[place // 16], f"0f{(127 + place % 16) << 23:08x}"
-                text.lines.append(f"setp.ge.u32 p, {word}, {threshold}; @p add.f32 {half}, {half}, {power};")
+    drawn_words = text.words([(quad, query, head, batch) for quad, query, _ in calls], (low, high))
+    for words, (_, _, places) in zip(drawn_words, calls, strict=True):
+        for word, place in zip(words, places, strict=True):
+            half, power = halves[place // 16], f"0f{(127 + place % 16) << 23:08x}"
+            text.lines.append(f"setp.ge.u32 p, {word}, {threshold}; @p add.f32 {half}, {half}, {power};")
     bits = text.value("prmt.b32", *halves, "0x5410")
     for step in ((4, 1), (8, 2)) if transposed else ((1, 4),):
         bits = text.swap(bits, thread, *step)
