@@ -16,6 +16,7 @@ import torch
 from tilewise import BlockMask, masks, reference
 from tilewise.kernels.hopper import backward_launch
 from tilewise.kernels.hopper.hidden import finite_copy
+from tilewise.kernels.philox import keep_mask
 from tilewise.plan import Cotangents, Gradients, Operands, Rules, Saved
 from tilewise.tile_lists import TileLists
 
@@ -59,7 +60,13 @@ class StandIn:
         if c.mask:
             seen = seen & torch.nn.functional.pad(StandIn.mask.expand(batch, heads, seqlen_q, seqlen_k), (0, 0, 0, padded - seqlen_q))
         prob = torch.where(seen, torch.exp2(exponent), 0.0)
-        ds = prob * (do @ v.mT - delta[..., None])
+        kept, dp = prob, do @ v.mT
+        if c.dropout:
+            assert a["drop_below"] == int(DROPPED * 2**32) - 2**32 and a["seed_ptr"] == StandIn.seed.data_ptr()
+            b, h, i = (torch.arange(n).view(-1, *[1] * ones) for n, ones in ((batch, 3), (heads, 2), (padded, 1)))
+            keep = keep_mask(StandIn.seed, DROPPED, b, h, i, 0, seqlen_k)
+            kept, dp = torch.where(keep, prob, 0.0), torch.where(keep, dp * a["keep_scale"], 0.0)
+        ds = prob * (dp - delta[..., None])
         if not (c.bias or c.mask):
             ds = torch.where(prob == 0, 0.0, ds)
         nothing = lse[..., None] == float("inf")
@@ -69,7 +76,7 @@ class StandIn:
         def of_key_heads(x):
             return x.view(batch, heads // group, group, seqlen_k, -1).sum(2)
 
-        a["dv_desc"].base.copy_(of_key_heads(prob.mT @ do))
+        a["dv_desc"].base.copy_(of_key_heads(kept.mT @ do) * a["keep_scale"])
         a["dk_desc"].base.copy_(of_key_heads(ds.mT @ q) * a["out_scale"])
         dq = torch.nn.functional.pad(ds @ k, (0, c.dim - dim)).reshape(-1, c.dim)
         if c.dq_parts == 2:
@@ -149,6 +156,7 @@ class StandIn:
                 target[:, at] = x if key + c.block_n <= rows_k else target[:, at] + x
 
 
+DROPPED = 0.6
 CASES = {
     "d64 full": {},
     "d64 causal, fewer keys": {"seqlen_q": 300, "seqlen_k": 70, "right": 0},
@@ -156,6 +164,7 @@ CASES = {
     "d128/72, strided dout": {"dim": 128, "dim_v": 72, "dout": "expanded"},
     "d256, ordered, sink": {"dim": 256, "seqlen_q": 200, "seqlen_k": 100, "right": 0, "ordered": True, "sink": True},
     "d200 dlse only": {"dim": 200, "dout": "none"},
+    "d64 dropout, grouped": {"kv_heads": 2, "right": 0, "dropout": True},
 }
 # Beside NaN in a key that nobody sees, in the last query, which sees nothing, and in what reaches its output.
 TENSORS = {
@@ -188,13 +197,16 @@ LISTS = {
 @pytest.mark.parametrize("name", [*CASES, *TENSORS, *LISTS])
 def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     case = {"dim": 64, "dim_v": 0, "kv_heads": 4, "seqlen_q": 70, "seqlen_k": 130, "right": -1, "ordered": False, "sink": False, "dout": ""}
-    case |= (CASES | TENSORS | LISTS)[name]
+    case |= {"dropout": False} | (CASES | TENSORS | LISTS)[name]
     inputs = helpers.make_inputs(
         2, case["seqlen_q"], case["seqlen_k"], 4, case["kv_heads"], case["dim"], case["dim_v"] or case["dim"], dtype=torch.float16
     )
     inputs |= {"causal": case["right"] == 0}
     if case["sink"]:
         inputs["learnable_sink"] = torch.randn(4)
+    StandIn.seed = torch.tensor(-5)
+    if case["dropout"]:
+        inputs |= {"dropout_p": DROPPED, "dropout_seed": StandIn.seed}
     hidden = torch.zeros(case["seqlen_q"], case["seqlen_k"], dtype=torch.bool)
     hidden[:, 17] = hidden[-1] = True
     if "bias" in case:
@@ -228,8 +240,10 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         inputs["q"][:, -1] = dout[:, -1] = inputs["k"][:, 17] = inputs["v"][:, 17] = float("nan")
     heads_first = {n: inputs[n].transpose(1, 2) for n in "qkv"}
     StandIn.bias, StandIn.mask = inputs.get("bias"), None if blocks else inputs.get("mask")
-    t = Operands(*heads_first.values(), StandIn.bias, StandIn.mask, sink=inputs.get("learnable_sink"), blocks=blocks)
-    r = Rules(case["dim"] ** -0.5, window_right=case["right"], deterministic=case["ordered"])
+    sink, seed = inputs.get("learnable_sink"), StandIn.seed
+    t = Operands(*heads_first.values(), StandIn.bias, StandIn.mask, sink=sink, dropout_seed=seed, blocks=blocks)
+    dropout_p = DROPPED * case["dropout"]
+    r = Rules(case["dim"] ** -0.5, window_right=case["right"], dropout_p=dropout_p, deterministic=case["ordered"])
     variant = backward_launch.variant_of(t, r)
     monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
     new_empty = torch.Tensor.new_empty

@@ -22,7 +22,7 @@ from .test_hopper_compile import SCRATCH, exponentials_between_waits, key_loops
 
 def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
     dim_v = dim_v or dim
-    tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask")))]
+    tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout")))]
     return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), **rules)
 
 
@@ -37,6 +37,7 @@ SAMPLE = {
     "d128 packed causal, ordered": variant(128, right=True, ordered=True, **PACKED),
     "d64 bias": variant(64, bias="tma"),
     "d128 lists": variant(128, listed=True, log2_list=1),
+    "d64 dropout": variant(64, dropout=True),
 }
 REST = {
     "d64 causal": variant(64, right=True),
@@ -82,6 +83,13 @@ REST = {
     "d128 float32 bias": variant(128, bias="full", bias_dtype="fp32"),
     "d128 mask of rows": variant(128, mask="rows"),
     "d128 everything and tensors": variant(128, bias="tma", mask="tma", **WITHOUT_CLEARING),
+    "d64 bias and dropout": variant(64, bias="tma", dropout=True),
+    "d64 everything and dropout": variant(64, dropout=True, **EVERYTHING),
+    "d128 causal dropout": variant(128, right=True, dropout=True),
+    "d128 causal dropout, ordered": variant(128, right=True, ordered=True, dropout=True),
+    "d128 packed causal dropout": variant(128, right=True, dropout=True, **PACKED),
+    "d128 everything and dropout": variant(128, dropout=True, **EVERYTHING),
+    "d256 causal dropout": variant(256, right=True, dropout=True),
 }
 # Bytes of spill stores, and instructions of the loop over query blocks that reload or save a register: these may not grow. Outside the
 # loop each value costs once a tile of keys.
@@ -116,6 +124,12 @@ SPILLS = {
     "d128 float32 bias": (144, 40),
     "d128 mask of rows": (104, 20),
     "d128 everything and tensors": (808, 336),
+    "d64 everything and dropout": (288, 48),
+    "d128 causal dropout": (96, 12),
+    "d128 causal dropout, ordered": (96, 12),
+    "d128 packed causal dropout": (160, 36),
+    "d128 everything and dropout": (976, 360),
+    "d256 causal dropout": (96, 10),
 }
 
 

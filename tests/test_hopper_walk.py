@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tilewise.kernels.hopper import walk
 from tilewise.kernels.hopper.configs import TILES, Variant
 
-_FIELDS = "batch_head row rows_end rows_stop origin shift keys_end last_block blocks"
+_FIELDS = "batch_head row first_row rows_end rows_stop origin shift keys_end last_block blocks"
 _Tile = namedtuple("_Tile", _FIELDS)
 _GL = types.SimpleNamespace(
     int64=int,
@@ -88,12 +88,13 @@ def _visible(i, j, left, right, length_q, length_k):
 @pytest.mark.parametrize("tile", ["64 long", "256"])
 def test_walk_covers_what_is_visible(left, right, with_lengths, tile):
     draw = random.Random(f"{left} {right} {with_lengths} {tile}")
-    for _ in range(12):
+    for turn in range(12):
         batch, heads = draw.randint(1, 2), draw.randint(1, 3)
         seqlen_q, seqlen_k = draw.choice([1, 63, 64, 130, 400]), draw.choice([1, 64, 127, 300, 513])
         lengths_q = [draw.choice([0, 1, seqlen_q // 2, seqlen_q, seqlen_q + 9]) if with_lengths else seqlen_q for _ in range(batch)]
         lengths_k = [draw.choice([0, 1, seqlen_k // 2, seqlen_k, -3]) if with_lengths else seqlen_k for _ in range(batch)]
-        variant = Variant(TILES[tile], "bf16", 64, 1, 64, right=right >= 0, left=left >= 0, lengths_q=with_lengths, lengths_k=with_lengths)
+        rules = {"right": right >= 0, "left": left >= 0, "lengths_q": with_lengths, "lengths_k": with_lengths, "dropout": turn % 2 == 1}
+        variant = Variant(TILES[tile], "bf16", 64, 1, 64, **rules)
         p = _problem(batch, heads, seqlen_q, seqlen_k, variant, left, right, lengths_q, lengths_k, draw.choice([1, 2, 4]))
         done = set()
         for number in range(p.tiles):
@@ -104,6 +105,7 @@ def test_walk_covers_what_is_visible(left, right, with_lengths, tile):
             done.add((b, h, t.row))
             assert t.blocks >= 1 and t.last_block - t.blocks + 1 >= 0
             assert t.rows_end == len_q
+            assert t.first_row == 0 and (t.origin % 4 == 0 or not variant.dropout)
             first, end = t.last_block - t.blocks + 1, t.last_block + 1
             if with_lengths and t.row >= len_q:
                 continue

@@ -237,7 +237,7 @@ def select(
     for candidate in candidates:
         reason = why_not(candidate, t, r, request, target)
         if reason is None:
-            reason = _not_yet_trusted(candidate, t, request)
+            reason = _not_yet_trusted(candidate, t, r, request)
         if reason is None:
             break
         declined.append((candidate, reason))
@@ -247,7 +247,7 @@ def select(
     return chosen
 
 
-def _not_yet_trusted(backend: str, t: Operands, request: Request) -> str | None:
+def _not_yet_trusted(backend: str, t: Operands, r: Rules, request: Request) -> str | None:
     """What kernels do that no GPU has confirmed, though they compile and an interpreter or a stand-in agrees: only by name."""
     if backend == "triton" and request.aux and not request.backward and not request.tangent:
         names = " and ".join(sorted(request.aux))
@@ -256,6 +256,8 @@ def _not_yet_trusted(backend: str, t: Operands, request: Request) -> str | None:
         return "its gradients beside a bias or mask tensor have not run on a GPU; backend='hopper' asks for them"
     if backend == "hopper" and request.backward and t.blocks is not None:
         return "its gradients of listed blocks have not run on a GPU; backend='hopper' asks for them"
+    if backend == "hopper" and r.dropout_p > 0:
+        return "its dropout has not run on a GPU; backend='hopper' asks for it"
     return None
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-_ROUNDS = 10
+ROUNDS = 10
 _MIXING_ROUNDS = 3  # until every word depends on the whole counter; where the counter broadcasts, these are cheap
 
 
@@ -28,11 +28,11 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
     The counter words are int64 tensors in [0, 2**32) that broadcast against each other; the results have the full shape.
     """
     if not _on_host(seed):
-        return _rounds(torch, (c0, c1, c2, c3), _keys(seed), _MULTIPLIERS, _WORD, 32)
+        return _rounds(torch, (c0, c1, c2, c3), _keys(seed), MULTIPLIERS, _WORD, 32)
     np = _numpy()
     counter = tuple(c.numpy().view(np.uint64) for c in (c0, c1, c2, c3))
     keys = [(np.uint64(k0), np.uint64(k1)) for k0, k1 in _keys(int(seed))]
-    words = _rounds(np, counter, keys, tuple(map(np.uint64, _MULTIPLIERS)), np.uint64(_WORD), np.uint64(32))
+    words = _rounds(np, counter, keys, tuple(map(np.uint64, MULTIPLIERS)), np.uint64(_WORD), np.uint64(32))
     return tuple(torch.from_numpy(word.view(np.int64)) for word in words)  # type: ignore[return-value]
 
 
@@ -69,7 +69,7 @@ def _rounds(xp: Any, counter: tuple[Any, ...], keys: list[tuple[Any, Any]], mult
 def _keys(word: Any) -> list[tuple[Any, Any]]:
     """The two key words of each round for a 64-bit seed."""
     low, high = word & _WORD, (word >> 32) & _WORD
-    return [((low + n * _WEYL[0]) & _WORD, (high + n * _WEYL[1]) & _WORD) for n in range(_ROUNDS)]
+    return [((low + n * WEYL[0]) & _WORD, (high + n * WEYL[1]) & _WORD) for n in range(ROUNDS)]
 
 
 @functools.cache

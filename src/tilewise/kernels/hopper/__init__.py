@@ -50,8 +50,9 @@ def _unserved_rule(t: Operands, r: Rules, request: Request) -> str | None:
         refusal = None if x is None else _unserved_matrix(name, x, t, request)
         if refusal is not None:
             return refusal
-    if r.dropout_p > 0:
-        return "it has no dropout"
+    if r.dropout_p > 0 and r.window_left >= 0 and t.cu_seqlens_q is not None:
+        # Tiles would start at multiples of four keys, before the window, and V may hold anything there.
+        return "beside dropout it does not cut packed sequences at a left window"
     if request.aux:
         return f"it does not return {', '.join(sorted(request.aux))}"
     if r.score_mod or (r.mask_mod and t.blocks is None):
@@ -74,6 +75,8 @@ def _unserved_lists(t: Operands, r: Rules) -> str | None:
     found = _ONE_LOOK_UP.fullmatch(r.mask_mod)
     if found is None or int(found[1]) % blocks.block_m or int(found[2]) % blocks.block_n:
         return "it does not run mask functions inside listed blocks: it visits those of masks.Blocks, which are visible entirely"
+    if r.dropout_p > 0:
+        return "it does not draw dropout for listed blocks: it draws before it knows which comes next"
     if t.seqused_q is not None or t.seqused_k is not None:
         return "it does not cut listed blocks at seqused_q or seqused_k"
     if r.window_left >= 0 or r.window_right > 0:
@@ -109,6 +112,15 @@ def sizes_used(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
 def values_a_head(t: Operands) -> bool:
     """Whether a bias or mask may hide a value from some of the query heads that share it."""
     return t.q.shape[1] != t.k.shape[1] and any(x is not None and sizes_used(x.shape, x.stride())[1] > 1 for x in (t.bias, t.mask))
+
+
+def values_are_copied(t: Operands, r: Rules) -> bool:
+    """Whether the forward pass reads values that no query sees, and so a copy in which those are finite: any that a bias or mask hides;
+    beside dropout, which draws for four keys at a time, also up to three before the first window."""
+    if t.bias is not None or t.mask is not None:
+        return True
+    lengths = t.seqused_q is not None or t.seqused_k is not None
+    return r.dropout_p > 0 and r.window_left >= 0 and (lengths or t.k.shape[2] - t.q.shape[2] > r.window_left)
 
 
 def _unserved_tensor(t: Operands, request: Request) -> str | None:
@@ -175,18 +187,18 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
     tile = tile_of(t, r)
     shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
-    copied = "; V is copied first, without what is not finite and nobody sees" if t.bias is not None or t.mask is not None else ""
+    copied = "; V is copied first, without what is not finite and nobody sees" if values_are_copied(t, r) else ""
     return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages{copied}"
 
 
 def workspace_bytes(t: Operands, r: Rules, request: Request) -> int:
     """Device memory that a pass takes beside its results and what the forward pass saved: backward, dQ in float32 and two numbers a query;
-    with a bias or mask also copies, forward of V, backward of all that is read."""
+    with a bias or mask also copies, forward of V, backward of all that is read; see `values_are_copied`."""
     if request.backward:
         from .backward_launch import workspace_bytes
 
         return workspace_bytes(t, r)
-    if t.bias is None and t.mask is None:
+    if not values_are_copied(t, r):
         return 0
     return t.v.numel() * t.v.element_size() * (t.q.shape[1] // t.k.shape[1] if values_a_head(t) else 1)
 

@@ -45,6 +45,7 @@ class BackwardVariant:
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
     mask: str = ""
+    dropout: bool = False
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
     listed: bool = False  # the blocks of queries that see a tile stand in lists, and tiles are described by records
@@ -211,7 +212,7 @@ def columns(head_dim: int) -> int:
 
 
 def tile_name(head_dim: int, head_dim_v: int, featured: bool) -> str:
-    """The tile that serves a call. `featured`: softcap, ALiBi, a bias or a mask, whose terms need the registers of half a tile."""
+    """The tile that serves a call. `featured`: softcap, ALiBi, a bias, a mask or dropout, whose terms need the registers of half a tile."""
     widest = max(head_dim, head_dim_v)
     if widest > 64:
         return "128" if widest <= 128 else "256"

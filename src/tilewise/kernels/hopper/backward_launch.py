@@ -27,7 +27,18 @@ from .backward_pass import attention_backward
 from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
-from .launch import L2_BYTES, LOG2_E, Lists, barrier_address, descriptor, element_type, form_of, matrix_arguments, matrix_type
+from .launch import (
+    L2_BYTES,
+    LOG2_E,
+    Lists,
+    barrier_address,
+    descriptor,
+    dropout_arguments,
+    element_type,
+    form_of,
+    matrix_arguments,
+    matrix_type,
+)
 
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
@@ -63,6 +74,8 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "lengths_k_ptr": "*i32",
         "slopes_ptr": f"*{slopes}",
         "dslopes_ptr": "*fp32",
+        "seed_ptr": "*i64",
+        "keep_scale": "fp32",
         "turns_ptr": "*i32",
         "records_ptr": "*i32",
         "partial_ptr": "*i32",
@@ -112,7 +125,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     before_keys = r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)
     copied = t.bias is not None or t.mask is not None  # what nobody sees has then been cleared for the whole call
     all_seen = copied or t.blocks is not None  # in listed blocks there is nothing that nobody sees
-    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or copied)]
+    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied)]
     return BackwardVariant(
         tile=tile,
         dtype=element_type(t.q.dtype),
@@ -134,6 +147,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else element_type(t.bias.dtype),
         mask=form_of(t.mask),
+        dropout=r.dropout_p > 0,
     )
 
 
@@ -157,6 +171,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         t.cu_seqlens_q is None,
         None if t.blocks is None else t.blocks.block_m,
         r.softcap > 0,
+        r.dropout_p > 0,
         None if slopes is None else slopes.dtype,
         slope_gradient,
         r.deterministic,
@@ -315,6 +330,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         *matrix_arguments(t.mask, variant.mask, pointer),
         pointer if lists is None else lists.partial.data_ptr(),
         pointer if lists is None else lists.full.data_ptr(),
+        *dropout_arguments(t, r, pointer),
         variant,
         program.address,
     )

@@ -43,8 +43,10 @@ from .barriers import (
     shared_address,
     stage_of,
     thread_in_warpgroup,
+    thread_in_warpgroups,
     wait,
 )
+from .dropout import drawing_of_keys, keep_bits_of_keys, kept
 from .gluon_api import (
     BarrierLayout,
     barrier_init,
@@ -149,7 +151,9 @@ def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.const
 
 
 @jit
-def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, count, dk, dv, rest, dslope):
+def add_block(
+    C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
+):
     """What one query block adds to dK, dV and dslope, and its dQ. `count` numbers the query blocks of this CTA; `rest` is the second part
     of dQ of the block before, where it leaves in two: it waits for the first to be gone under this block's first products.
     """
@@ -190,6 +194,10 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, p
     if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
         if count > 0:
             hand_over(C, mem, base, 1, rest)
+    bits = 0
+    if C.dropout:
+        bits = keep_bits_of_keys(C, p, drawing, block, thread_in_warpgroups(block))
+        wait(base + 8 * C.k_full, 0)
     s = warpgroup_mma_wait(1, deps=[s_future])  # [block_n, block_m]
     if C.softcap:
         # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale; its derivative is 4 r (1 - r) of the same quotient
@@ -215,12 +223,17 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, p
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
     wait(base + 8 * C.k_full, 0)
     delta = mem.delta.index(do_stage).load(row_layout)
+    prob_kept = prob
+    if C.dropout:
+        prob_kept = kept(prob, bits, 8)
     if C.tile.early_dv:
-        prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
+        prob_16 = gl.convert_layout(prob_kept.to(dtype), p_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_future])
         dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_future])
+    if C.dropout:
+        dp = kept(dp, bits, 8) * p.keep_scale
     ds = prob * (dp - delta[None, :])
     if C.slope_gradient:
         dslope -= partial_sums(C, ds * distances(C, tile, block, s_layout))
@@ -230,7 +243,7 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, p
     mem.ds.store(ds)
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
     if C.share_p:
-        mem.p.store(prob.to(dtype))
+        mem.p.store(prob_kept.to(dtype))
         fence_async_shared()
         block_barrier()
         dv_future = warpgroup_mma(mem.p, do, dv, is_async=True)
@@ -241,7 +254,7 @@ def add_block(C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, p
         dq = warpgroup_mma_wait(1, deps=[dq_future])
     else:
         if not C.tile.early_dv:
-            prob_16 = gl.convert_layout(prob.to(dtype), p_layout)
+            prob_16 = gl.convert_layout(prob_kept.to(dtype), p_layout)
             dv_future = warpgroup_mma(prob_16, do, dv, is_async=True)
         fence_async_shared()
         block_barrier()
@@ -301,10 +314,13 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
         if C.alibi:
             slope = gl.load(p.slopes_ptr + tile.sequence * p.stride_slopes + head).to(gl.float32) * (1.0 if C.bias != "" else LOG2_E)
+        drawing = 0
+        if C.dropout:
+            drawing = drawing_of_keys(p, tile, head)
         for j in range(blocks_of_head(C, tile, g)):
             block = tile.last_block - j
             dk, dv, rest, dslope = add_block(
-                C, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, count, dk, dv, rest, dslope
+                C, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
             )
             count += 1
         if C.slope_gradient:
@@ -317,6 +333,8 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     # All products are done in every warp: K and V make room for what leaves.
     block_barrier()
     dk = dk * p.out_scale
+    if C.dropout:
+        dv = dv * p.keep_scale
     if C.packed:
         # The rows of the next sequence: a NaN in this one's queries may have reached them.
         dk = first_rows(dk, tile.rows_k - tile.key, 4 * GROUPS)
@@ -360,6 +378,8 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "stride_mask_b",
         "stride_mask_h",
         "stride_mask_m",
+        "drop_below",
+        "keep_scale",
     ],
     do_not_specialize_on_alignment=[
         "lengths_q_ptr",
@@ -372,6 +392,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "full_ptr",
         "bias_ptr",
         "mask_ptr",
+        "seed_ptr",
     ],
 )
 def attention_backward(
@@ -418,6 +439,9 @@ def attention_backward(
     stride_mask_m,
     partial_ptr,
     full_ptr,
+    seed_ptr,
+    drop_below,
+    keep_scale,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -495,6 +519,9 @@ def attention_backward(
         stride_slopes,
         Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
         Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
+        seed_ptr,
+        drop_below,
+        keep_scale,
     )
     warp_specialize(
         [

@@ -42,6 +42,9 @@ class BackwardProblem:
     stride_slopes: gl.tensor
     bias: Matrix
     mask: Matrix
+    seed_ptr: gl.tensor  # of dropout
+    drop_below: gl.tensor  # words of the generator, unsigned
+    keep_scale: gl.tensor  # of what is kept
 
     @constexpr_function
     def __init__(
@@ -71,6 +74,9 @@ class BackwardProblem:
         stride_slopes,
         bias,
         mask,
+        seed_ptr,
+        drop_below,
+        keep_scale,
     ):
         self.lengths_q_ptr = lengths_q_ptr
         self.lengths_k_ptr = lengths_k_ptr
@@ -97,6 +103,9 @@ class BackwardProblem:
         self.stride_slopes = stride_slopes
         self.bias = bias
         self.mask = mask
+        self.seed_ptr = seed_ptr
+        self.drop_below = drop_below
+        self.keep_scale = keep_scale
 
 
 @aggregate

@@ -49,6 +49,14 @@ def thread_in_warpgroup(anchor):
     )
 
 
+@jit
+def thread_in_warpgroups(anchor):
+    """0..255, of two that work together."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 t; mov.u32 t, %tid.x; and.b32 $0, t, 255; }", "=r,r", [anchor], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
 @constexpr_function
 def _power_of_two(n):
     return n & (n - 1) == 0

@@ -53,6 +53,7 @@ class Variant:
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
     mask: str = ""
+    dropout: bool = False
     values_a_head: bool = False  # every query head has V tiles of its own, in which what it alone does not see is cleared
 
     @property
@@ -78,6 +79,11 @@ class Variant:
     @property
     def q_stages(self) -> int:
         return 2 if self.tile.cross_tile else 1
+
+    @property
+    def split(self) -> bool:
+        """Whether P is made in halves; the bits of dropout are one tile's."""
+        return self.tile.split and not self.dropout
 
     @property
     def positional(self) -> bool:
@@ -251,7 +257,8 @@ def value_columns(head_dim_v: int) -> int:
 def tile_name(
     head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, plain: bool, bias: str = "", mask: str = ""
 ) -> str:
-    """The tile that serves a call. `plain`: no mask but causal, no score transformation. `bias` and `mask`: the forms of such tensors.
+    """The tile that serves a call. `plain`: no mask but causal, no score transformation, no dropout. `bias` and `mask`: the forms of such
+    tensors.
 
     Three consumers of head dim 64 need long sequences to fill their 192 rows and have 80 registers fewer each, so that they only
     take calls without further features.

@@ -27,6 +27,8 @@ def denominator(C: gl.constexpr, p, tile, m_i, l_i):
     else:
         factor = 1.0 / l_i
         lse = (m_i * p.exp_scale + gl.log2(l_i)) * LN_2
+    if C.dropout:
+        factor = factor * p.keep_scale
     return gl.where(l_i == 0.0, 0.0, factor), lse
 
 

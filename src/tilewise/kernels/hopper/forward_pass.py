@@ -35,6 +35,7 @@ from .barriers import (
     wait,
     wait_behind,
 )
+from .dropout import drawing_of_rows, keep_bits, kept
 from .epilogue import epilogue
 from .gluon_api import (
     BarrierLayout,
@@ -122,6 +123,7 @@ def attend_block(
     slope,
     plain_first,
     plain_end,
+    drawing,
     q_slot,
     count,
     block,
@@ -140,6 +142,10 @@ def attend_block(
     v_stage = stage_of(count, C.stages)
     k_stage = stage_of(count + 1, C.stages)
     phase = phase_of(count + 1, C.stages)
+    bits = 0
+    if C.dropout:
+        # Under the products of the other warp group, for it is drawn outside the turn: behind its own ptxas would put it among them.
+        bits = keep_bits(C, p, drawing, block, thread)
     wait(base + 8 * (C.k_full + k_stage), phase)
     if C.listed:
         block = left_number(base + 8 * (C.block_slot + stage_of(count + 1, 2 * C.stages)))
@@ -174,7 +180,7 @@ def attend_block(
     # the running product above them, and nothing overlaps. Half a block of them is enough: by then that product is done, and the left half
     # of P is converted between the exponentials of the right one.
     v_full = base + 8 * (C.v_full + k_stage)
-    if C.tile.split:
+    if C.split:
         s_left, s_right = halves(s)
         left = probabilities(s_left, unit, offset)
         block_sum = partial_row_sums(left)
@@ -187,6 +193,8 @@ def attend_block(
     else:
         next_prob = probabilities(s, unit, offset)
         l_i = add_sums(l_i, alpha, partial_row_sums(next_prob))
+        if C.dropout:
+            next_prob = kept(next_prob, bits, 4)
         wait_behind(v_full, phase, l_i)
         if C.tile.overlap:
             acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
@@ -230,6 +238,9 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         if C.alibi:
             batch, head = split_head(p, tile.batch_head)
             slope = gl.load(p.slopes_ptr + batch * p.stride_slopes + head).to(gl.float32)
+        drawing = 0
+        if C.dropout:
+            drawing = drawing_of_rows(C, p, tile, row)
         # The scores of the first block were computed at the end of the tile before.
         block = tile.last_block
         if C.listed:
@@ -241,6 +252,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         if needs_mask(C, block, plain_first, plain_end):
             s = mask_scores(C, p, tile, block, row, s)
         m_i, l_i, prob = first_softmax(C, p, s)
+        if C.dropout:
+            prob = kept(prob, keep_bits(C, p, drawing, block, thread), 4)
         prob = gl.convert_layout(prob.to(mem.v.dtype), p_layout)
         acc = gl.zeros([64, DIM_V], gl.float32, layout=o_layout)
         alpha = gl.full([64], 1.0, gl.float32, layout=row_layout)
@@ -259,6 +272,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
                 slope,
                 plain_first,
                 plain_end,
+                drawing,
                 q_slot,
                 count,
                 tile.last_block - 1 - j,
@@ -349,6 +363,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_mask_b",
         "stride_mask_h",
         "stride_mask_m",
+        "drop_below",
+        "keep_scale",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr",
@@ -361,6 +377,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "full_ptr",
         "bias_ptr",
         "mask_ptr",
+        "seed_ptr",
     ],
 )
 def attention_forward(
@@ -410,6 +427,9 @@ def attention_forward(
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
+    seed_ptr,
+    drop_below,
+    keep_scale,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -498,6 +518,9 @@ def attention_forward(
         stride_out_s,
         Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
         Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
+        seed_ptr,
+        drop_below,
+        keep_scale,
     )
     if C.warpgroups == 2:
         warp_specialize(

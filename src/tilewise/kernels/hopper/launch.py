@@ -6,6 +6,7 @@ look-up, four descriptors and a launch. Lengths are ordinary arguments: a new on
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...plan import Operands, Outputs, Rules
 from .. import replay
 from ..triton.launch import as_bytes, broadcast_strides
-from . import sizes_used, tma_refusal, values_a_head
+from . import sizes_used, tma_refusal, values_a_head, values_are_copied
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
@@ -68,6 +69,8 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
         "bias_ptr": f"*{variant.bias_dtype}",
         "mask_desc": mask if variant.mask == "tma" else "constexpr",
         "mask_ptr": "*u8",
+        "seed_ptr": "*i64",
+        "keep_scale": "fp32",
         "scale": "fp32",
         "exp_scale": "fp32",
         "softcap": "fp32",
@@ -159,7 +162,8 @@ def tile_of(t: Operands, r: Rules) -> Tile:
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
     lengths = t.seqused_q is not None or t.seqused_k is not None or t.cu_seqlens_q is not None
     further = t.blocks is not None or t.bias is not None or t.mask is not None
-    plain = not (r.window_left >= 0 or transforms or lengths or further or t.sink is not None) and r.window_right <= 0
+    further = further or t.sink is not None or r.dropout_p > 0
+    plain = not (r.window_left >= 0 or transforms or lengths or further) and r.window_right <= 0
     sizes = (t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2])
     return TILES[tile_name(*sizes, r.window_right >= 0, plain, form_of(t.bias), form_of(t.mask))]
 
@@ -190,6 +194,7 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else _DTYPES[t.bias.dtype],
         mask=form_of(t.mask),
+        dropout=r.dropout_p > 0,
         values_a_head=values_a_head(t),
     )
 
@@ -214,6 +219,7 @@ def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
         t.seqused_k is None,
         r.softmax_scale <= 0,
         r.softcap > 0,
+        r.dropout_p > 0,
         None if slopes is None else slopes.dtype,
         None if sink is None else sink.dtype,
         out.out.dtype,
@@ -254,6 +260,15 @@ def matrix_arguments(x: Tensor | None, form: str, pointer: int) -> tuple[Any, ..
     # In a dimension that is broadcast every index is 0, and its stride only has to be legal.
     b, h, m, n = sizes_used(x.shape, x.stride())
     return Descriptor(as_bytes(x), [b, h, m, n], [steps[0] or 16, steps[1] or 16, steps[2], 1]), x.data_ptr(), *steps
+
+
+def dropout_arguments(t: Operands, r: Rules, pointer: int) -> tuple[int, int, float]:
+    """Where the seed lies, the threshold in the bits of an int32, and the factor of what is kept."""
+    if r.dropout_p == 0:
+        return pointer, 0, 1.0
+    assert t.dropout_seed is not None
+    threshold = math.floor(r.dropout_p * 2**32)
+    return t.dropout_seed.data_ptr(), threshold - (threshold >> 31 << 32), 1.0 / (1.0 - r.dropout_p)
 
 
 _NO_LISTS = (0, 0, 0, 0)
@@ -349,7 +364,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     slopes, sink = t.alibi_slopes, t.sink
     prepared = program_for(t, r, out)
     variant = prepared.variant
-    if variant.bias or variant.mask:
+    if values_are_copied(t, r):
         v = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k)
     q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
     o_desc = descriptor(out.out) if variant.store_tma else v_desc
@@ -402,6 +417,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         *out.out.stride()[:3],
         *matrix_arguments(t.bias, variant.bias, pointer),
         *matrix_arguments(t.mask, variant.mask, pointer),
+        *dropout_arguments(t, r, pointer),
         variant,
         prepared.addresses,
     )

@@ -47,6 +47,9 @@ class Problem:
     stride_out_s: gl.tensor
     bias: Matrix
     mask: Matrix
+    seed_ptr: gl.tensor  # of dropout
+    drop_below: gl.tensor  # words of the generator, unsigned
+    keep_scale: gl.tensor  # of what is kept
 
     @constexpr_function
     def __init__(
@@ -85,6 +88,9 @@ class Problem:
         stride_out_s,
         bias,
         mask,
+        seed_ptr,
+        drop_below,
+        keep_scale,
     ):
         self.lse_ptr = lse_ptr
         self.out_ptr = out_ptr
@@ -120,6 +126,9 @@ class Problem:
         self.stride_out_s = stride_out_s
         self.bias = bias
         self.mask = mask
+        self.seed_ptr = seed_ptr
+        self.drop_below = drop_below
+        self.keep_scale = keep_scale
 
 
 @jit
@@ -165,6 +174,9 @@ def in_every_warp(C: gl.constexpr, p):
         p.stride_out_s,
         p.bias,
         p.mask,
+        p.seed_ptr,
+        p.drop_below,
+        p.keep_scale,
     )
 
 
@@ -174,6 +186,7 @@ class Tile:
 
     batch_head: gl.tensor
     row: gl.tensor  # first query row
+    first_row: gl.tensor  # of the sequence
     rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
     rows_stop: gl.tensor  # rows from here on are not of this sequence: they are not written
     origin: gl.tensor  # the first key that some query sees; blocks and positions count from it
@@ -183,9 +196,10 @@ class Tile:
     blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
 
     @constexpr_function
-    def __init__(self, batch_head, row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
+    def __init__(self, batch_head, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
         self.batch_head = batch_head
         self.row = row
+        self.first_row = first_row
         self.rows_end = rows_end
         self.rows_stop = rows_stop
         self.origin = origin
@@ -264,7 +278,7 @@ def listed_tile(C: gl.constexpr, p, number):
     none = row * 0
     blocks = gl.where(entries == 0, 1, entries << C.log2_list)
     keys_end = gl.where(entries == 0, 0, p.seqlen_k)
-    return Tile(batch_head, row, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
+    return Tile(batch_head, row, none, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
 
 
 @jit
@@ -302,6 +316,7 @@ def ranged_tile(C: gl.constexpr, p, number):
         batch_head = sequence * p.heads + batch_head
         shift = length_k - length_q - first_q
         row = row + first_q
+        first_row = first_q
         rows_end = first_q + length_q
         rows_stop = first_q + rows_q
         first_position = length_k - length_q
@@ -314,6 +329,7 @@ def ranged_tile(C: gl.constexpr, p, number):
         if C.lengths_k:
             length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
         row = row_block * C.block_m
+        first_row = batch * 0
         shift = length_k - length_q
         rows_end = length_q
         rows_stop = p.seqlen_q
@@ -324,6 +340,8 @@ def ranged_tile(C: gl.constexpr, p, number):
         origin = gl.maximum(first_position - p.window_left, 0)
         if C.matrix_stages:
             origin = origin & -16  # TMA starts reading a row of a bias or mask at multiples of 16 bytes; `copy_finite` clears such values
+        if C.dropout:
+            origin = origin & -4  # four keys share a call of the generator
         shift = shift - origin
         length_k = length_k - origin
     end = length_k
@@ -345,7 +363,7 @@ def ranged_tile(C: gl.constexpr, p, number):
         keys_end = gl.where(empty, 0, length_k)
     if C.packed:
         origin = origin + first_k
-    return Tile(batch_head, row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
+    return Tile(batch_head, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
 
 
 @jit
