@@ -249,13 +249,6 @@ def select(
 
 def _not_yet_trusted(backend: str, t: Operands, r: Rules, request: Request) -> str | None:
     """What kernels do that no GPU has confirmed, though they compile and an interpreter or a stand-in agrees: only by name."""
-    if backend == "triton" and request.aux and not request.backward and not request.tangent:
-        names = " and ".join(sorted(request.aux))
-        return f"what it computes of {names} has been compared with the specification in the interpreter only; backend='triton' asks for it"
-    if backend == "hopper" and request.backward and not (t.bias is None and t.mask is None):
-        return "its gradients beside a bias or mask tensor have not run on a GPU; backend='hopper' asks for them"
-    if backend == "hopper" and request.backward and t.blocks is not None:
-        return "its gradients of listed blocks have not run on a GPU; backend='hopper' asks for them"
     if backend == "hopper" and r.dropout_p > 0:
         return "its dropout has not run on a GPU; backend='hopper' asks for it"
     return None
