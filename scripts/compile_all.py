@@ -168,6 +168,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "SANITIZE": case.has("window", "mask", "bias", "seqused", "program", "packed", "lists", "hidden"),
         "HIDE": case.has("hidden"),
         "PRECISION": "ieee",
+        "FRUGAL": bool(config and config.frugal),
         "GROUPED": case.has("gqa"),
         "BLOCK": 128,
         "CHUNK": configs.CHUNK,

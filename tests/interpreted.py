@@ -21,6 +21,7 @@ from torch import Tensor
 import tilewise
 from tilewise import BlockMask, masks, reference
 from tilewise.kernels import triton as kernels
+from tilewise.kernels.triton import configs, launch
 
 from . import cases, helpers, packed
 
@@ -87,6 +88,14 @@ def test_float32(choice):
 @pytest.mark.parametrize("choice", sliced(HALF_CHOICES), ids=cases.name)
 def test_float16(choice):
     check(arguments_of(choice, torch.float16))
+
+
+@pytest.mark.parametrize("choice", sliced(cases.CHOICES[::20]), ids=cases.name)
+def test_tiles_of_calls_with_many_features(choice, monkeypatch):
+    """Long and narrow ones, in loops that keep nothing that a turn can work out."""
+    tiles = {configs.DKDV: configs.Config(64, 16, 1, 1, frugal=True)}
+    monkeypatch.setattr(launch, "choose", lambda *call: tiles.get(call[3], configs.Config(16, 64, 1, 1, frugal=True)))
+    check(arguments_of(choice, torch.float32))
 
 
 @pytest.mark.parametrize("head_dim", sliced([1, 7, 16, 33]))

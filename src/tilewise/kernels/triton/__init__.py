@@ -42,7 +42,8 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     arch, limit = configs.architecture(target), configs.shared_limit(target)
     bits, dims = 8 * t.q.element_size(), (configs.padded(t.q.shape[3]), configs.padded(t.v.shape[3]))
     purposes = (configs.DKDV, configs.DQ) if request.backward else (configs.FORWARD,)
-    chosen = {purpose: configs.choose(arch, limit, bits, purpose, configs.features(t, r), *dims) for purpose in purposes}
+    used, listed = configs.features(t, r), None if t.blocks is None else (t.blocks.block_m, t.blocks.block_n)
+    chosen = {purpose: configs.choose(arch, limit, bits, purpose, used, *dims, listed) for purpose in purposes}
     return "; ".join(f"{name} {c.block_m} x {c.block_n} tiles, {c.num_warps} warps, {c.num_stages} stages" for name, c in chosen.items())
 
 

@@ -7,7 +7,7 @@ tuning in a user's call: `choose` reads the table, and falls to smaller tiles wh
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Config:
     num_warps: int
     num_stages: int
     descriptors: bool = False  # tiles come through tensor descriptors (TMA) where strides allow
+    frugal: bool = False  # what every turn of a loop can work out anew is not kept over it: slower, with room for calls of many features
 
 
 FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
@@ -105,7 +106,23 @@ PROGRAM_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm100", 16, FORWARD): {64: Config(128, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 2, True)},
     ("sm100", 16, DQ): {64: Config(64, 64, 8, 2, True), 128: Config(64, 32, 8, 2, True), 256: Config(64, 32, 8, 1, True)},
 }
-HEAVIEST = {FORWARD: Config(32, 32, 8, 2), DKDV: Config(32, 32, 8, 1), DQ: Config(32, 32, 8, 1)}
+HEAVIEST: dict[tuple[str, str], dict[int, Config]] = {
+    ("gfx942", FORWARD): {256: Config(32, 32, 8, 2)},
+    ("gfx942", DKDV): {256: Config(32, 32, 8, 1)},
+    ("gfx942", DQ): {256: Config(32, 32, 8, 1)},
+}
+for _arch in ("sm80", "sm86", "sm90", "sm100", "sm120"):
+    HEAVIEST[_arch, FORWARD] = {16: Config(64, 16, 8, 2), 256: Config(32, 32, 8, 2)}
+    HEAVIEST[_arch, DKDV] = {32: Config(16, 64, 8, 1, frugal=True), 256: Config(64, 16, 8, 1, frugal=True)}
+    HEAVIEST[_arch, DQ] = {32: Config(64, 16, 8, 1, frugal=True), 256: Config(16, 64, 8, 1, frugal=True)}
+# Of calls with one of these and nothing heavy: entries for which a few registers are missing, or that have more warps than `pieces`.
+SLIGHT: dict[tuple[str, int, str], dict[str, dict[int, Config]]] = {
+    ("sm90", 16, DKDV): {"lists": {128: Config(64, 128, 8, 3, True, True)}, "hidden": {128: Config(64, 128, 8, 3, True, True)}},
+    ("sm80", 16, FORWARD): {"lists": {128: Config(128, 32, 8, 3, frugal=True)}, "aux": {128: Config(128, 32, 8, 2)}},
+}
+for _arch in ("sm80", "sm86", "sm120"):
+    SLIGHT[_arch, 32, DKDV] = {"tf32": {256: Config(32, 16, 4, 1)}}
+    SLIGHT[_arch, 32, DQ] = {"tf32": {256: Config(16, 32, 4, 1)}}
 # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
 TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DKDV, DQ, DBIAS)}
 # A bias that heads share is rare enough for one row: small tiles, which fit everywhere and leave room for a whole head dim of four inputs.
@@ -122,6 +139,9 @@ for _pass in (FORWARD, DKDV, DQ):
 
 # Where the table's choice does not fit: the first of these that does.
 SMALLER = (Config(64, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1))
+
+# What a matrix unit of NVIDIA computes at once, at least: 16 by 8 elements of a product.
+PIECE = 128
 
 
 def padded(dim: int) -> int:
@@ -170,13 +190,19 @@ def features(t: Operands, r: Rules) -> frozenset[str]:
     given = {"mask": t.mask is not None and t.blocks is None, "bias": t.bias is not None, "window_left": r.window_left >= 0}
     given |= {"softcap": r.softcap > 0.0, "dropout": r.dropout_p > 0.0, "alibi": t.alibi_slopes is not None}
     given["program"] = bool(r.score_mod) or (bool(r.mask_mod) and t.blocks is None)
+    given["tf32"] = r.allow_tf32
+    given["lists"] = t.blocks is not None
+    given["hidden"] = 0 <= r.window_right < t.q.shape[2] - t.k.shape[2]  # queries before the first key
     given["lengths"] = any(x is not None for x in (t.seqused_q, t.seqused_k, t.cu_seqlens_q))
     return frozenset(name for name, on in given.items() if on)
 
 
 @functools.cache
-def choose(arch: str, limit: int, bits: int, purpose: str, used: frozenset[str], block_d: int, block_dv: int) -> Config:
-    """The table's config, or the first smaller one whose shared memory is within ``limit`` bytes."""
+def choose(
+    arch: str, limit: int, bits: int, purpose: str, used: frozenset[str], block_d: int, block_dv: int, listed: tuple[int, int] | None = None
+) -> Config:
+    """The table's config, or the first smaller one whose shared memory is within ``limit`` bytes; no larger than ``listed``, the queries
+    and keys of the blocks that lists name."""
     key, heavy = (arch, bits, purpose), used & HEAVY[purpose]
     if purpose == FORWARD and arch != "sm90":
         heavy |= used & {"window_left"}
@@ -185,8 +211,23 @@ def choose(arch: str, limit: int, bits: int, purpose: str, used: frozenset[str],
         row = HEAVY_TABLE.get(key, row)
     if "program" in heavy:
         row = PROGRAM_TABLE.get(key, row)
-    chosen = row[min(dim for dim in row if dim >= max(block_d, block_dv))]
-    if len(heavy) > 2 and bits == 16 and arch != "interpreter":
-        chosen = HEAVIEST[purpose]
+    if len(heavy) > 2 and bits == 16:
+        row = HEAVIEST.get((arch, purpose), row)
+    dim = min(dim for dim in row if dim >= max(block_d, block_dv))
+    slight = {} if heavy else SLIGHT.get(key, {})
+    chosen = next((slight[name][dim] for name in slight if name in used and dim in slight[name]), row[dim])
     candidates = (chosen, *SMALLER)
-    return next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, bits, purpose, block_d, block_dv, used) <= limit)
+    found = next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, bits, purpose, block_d, block_dv, used) <= limit)
+    if listed is not None:
+        found = replace(found, block_m=min(found.block_m, listed[0]), block_n=min(found.block_n, listed[1]))
+    if arch != "gfx942" and (bits == 16 or "tf32" in used):
+        found = replace(found, num_warps=min(found.num_warps, pieces(found, purpose, block_d, block_dv)))
+    return found
+
+
+def pieces(config: Config, purpose: str, block_d: int, block_dv: int) -> int:
+    """Into how many pieces the smallest product of a kernel divides for matrix units, which IEEE float32 does not use. More warps than that
+    do not help, and Triton 3.6 compiled such tiles to wrong gradients for sm90."""
+    m, n = config.block_m, config.block_n
+    products = {FORWARD: (m * n, m * block_dv), DKDV: (m * n, n * block_d, n * block_dv), DQ: (m * n, m * block_d), DBIAS: (m * n,)}
+    return min(products[purpose]) // PIECE

@@ -47,7 +47,8 @@ def walk_queries(
     listed, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, LIST_M: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr,
+    CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: both products then take the
     probabilities as their left operand, from registers. A transposed block list changes only `m0`."""
@@ -56,10 +57,10 @@ def walk_queries(
     # A stretch at the ends has few tiles: without a pipeline it leaves registers to the stretch that matters.
     PACKED: tl.constexpr = q[3][2] is not None
     len_q = span[0]
-    for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CUT else None):
+    for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CUT else None, disable_licm=FRUGAL):
         m0 = at if LIST_M == 0 else listed_start(listed, at, LIST_M, CUT)
         offs_m = m0 + tl.arange(0, BLOCK_M)
-        q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True)  # [M, D]
+        q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, TMA, True, FRUGAL)  # [M, D]
         lse = load_rows(row_lse_ptr + offs_m, offs_m, len_q, float("inf"), PACKED)
         bias_tile = load_matrix(bias, offs_m, offs_n, span, True, CUT)
         mask_tile = load_matrix(mask if RULED else None, offs_m, offs_n, span, True, CUT)
@@ -72,7 +73,7 @@ def walk_queries(
         if rest_ptr is not None:
             rest = load_rows(rest_ptr + offs_m, offs_m, len_q, 0.0, PACKED)[None, :]
         p = probabilities(s, lse[None, :], rest, base2, NATURAL)
-        do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True)  # [M, DV]
+        do_tile = load_tile(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, TMA_DO, True, FRUGAL)  # [M, DV]
         if MASKED and HIDE:
             q_tile = hide_rows(q_tile, s != NEG_INF, 0)
             do_tile = hide_rows(do_tile, s != NEG_INF, 0)
@@ -110,6 +111,7 @@ def one_head_dkdv(
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr,
     TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    FRUGAL: tl.constexpr,
 ):  # fmt: skip
     """What one query head adds to dK and dV of a tile of keys, and its own sums over queries for a bias that all of them share."""
     len_k, window_left, window_right = span[1], span[2], span[3]
@@ -151,7 +153,7 @@ def one_head_dkdv(
             dk, dv, cols = walk_queries(
                 dk, dv, cols, k, v, q, do, lse, rest, delta, offs_n, n0, starts[part], stops[part], span, rules, bias, mask, base2, drop,
                 keep_scale, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
-                bias_cols_ptr is not None, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE, PRECISION, part != 0)  # fmt: skip
+                bias_cols_ptr is not None, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE, PRECISION, FRUGAL, part != 0)  # fmt: skip
     if bias_cols_ptr is not None:
         tl.store(bias_cols_ptr + col + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < rows_k)
     return dk, dv
@@ -175,6 +177,7 @@ def attention_dkdv(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    FRUGAL: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, over all query heads that read it. Under a causal mask the first tiles are the longest."""
     if other_variant(nonfinite_ptr, HIDE):
@@ -205,7 +208,7 @@ def attention_dkdv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # One head needs no loop around the loops, which the software pipeliner would have to see through.
     if GROUPED:
-        for g in tl.range(0, group, num_stages=1):
+        for g in tl.range(0, group, num_stages=1, disable_licm=FRUGAL):
             dk, dv = one_head_dkdv(
                 dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
                 stride_qb, stride_qh, stride_qs, stride_qd, stride_dob, stride_doh, stride_dos, stride_dod,
@@ -215,7 +218,7 @@ def attention_dkdv(
                 softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
                 lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
                 dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE,
-                PRECISION)  # fmt: skip
+                PRECISION, FRUGAL)  # fmt: skip
     else:
         dk, dv = one_head_dkdv(
             dk, dv, k, v, q_ref, do_ref, row_lse_ptr, rest_ptr, delta_ptr, bias_cols_ptr,
@@ -226,7 +229,7 @@ def attention_dkdv(
             softcap, (unit, unit_exact), dropout_threshold, keep_scale, item, first_q, first_k, rows_k, captured_ptr, captured_sizes,
             lists_ptr, list_sizes, size_q, SCORE_MOD, MASK_MOD, SCORE_GRAD, LIST_M, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
             dk_ptr is not None, dv_ptr is not None, BIAS_ALIGN, MASK_ALIGN, ALIGN, TMA, TMA_DO, NATURAL, SANITIZE, HIDE, DENSE,
-            PRECISION)  # fmt: skip
+            PRECISION, FRUGAL)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if dk_ptr is not None:
         dk_head = (head_of(dk_ptr, at_k, stride_dkb, stride_dkh, stride_dks, ALIGN, False), stride_dks * ALIGN, stride_dkd, at_k)
@@ -280,5 +283,6 @@ def dkdv_arguments(
         **call.constants(config, align, tma),
         "TMA_DO": tma_do,
         "GROUPED": call.heads != call.heads_k,
+        "FRUGAL": config.frugal,
     }
     return Arguments(tiles.count * call.heads_k, given, named)

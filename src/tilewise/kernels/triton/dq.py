@@ -47,17 +47,17 @@ def walk_keys(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, DENSE: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr, TMA: tl.constexpr,
-    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to a tile of queries. As in the forward pass, a block list changes only `n0`."""
     MASKED: tl.constexpr = CUT or DENSE
     RULED: tl.constexpr = CUT or LIST_N == 0
     len_k = span[1]
-    for at in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N, disable_licm=FRUGAL):
         n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, CUT)
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT)  # [N, D]
-        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT)  # [N, DV]
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT, FRUGAL)  # [N, D]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT, FRUGAL)  # [N, DV]
         ds, s, capped = tile_gradient(
             q, do, lse, rest, delta, k_tile, v_tile, offs_m, offs_n, n0, span, rules, bias, mask if RULED else None, base2, drop,
             keep_scale,
@@ -96,6 +96,7 @@ def attention_dq(
     BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, DBIAS_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr,
     TMA_DO: tl.constexpr,
     NATURAL: tl.constexpr, SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    FRUGAL: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and the sums over keys that a bias with one column and the ALiBi slopes need."""
     if other_variant(nonfinite_ptr, HIDE):
@@ -169,7 +170,7 @@ def attention_dq(
                 mask, base2, drop, keep_scale, dbias, listed, SCORE_MOD, MASK_MOD, SCORE_GRAD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV,
                 BLOCK_N,
                 dq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None,
-                TMA, NATURAL, SANITIZE, HIDE, PRECISION, part != 1)  # fmt: skip
+                TMA, NATURAL, SANITIZE, HIDE, PRECISION, FRUGAL, part != 1)  # fmt: skip
 
     if dq_ptr is not None:
         dq_head = (head_of(dq_ptr, at_q, stride_dqb, stride_dqh, stride_dqs, ALIGN, False), stride_dqs * ALIGN, stride_dqd, at_q)
@@ -231,5 +232,6 @@ def dq_arguments(
         **call.constants(config, align, tma),
         "TMA_DO": tma_do,
         "DBIAS_ALIGN": matrix_alignment(dbias),
+        "FRUGAL": config.frugal,
     }
     return Arguments(tiles.count * call.heads, given, named)

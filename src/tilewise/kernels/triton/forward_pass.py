@@ -51,16 +51,16 @@ def attend(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DENSE: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_TOP: tl.constexpr, WANT_ENTROPY: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr, SANITIZE: tl.constexpr,
-    HIDE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    HIDE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles of [lo, hi). A block list, a page table or a packed sequence changes where a tile starts: only `n0`."""
     MASKED: tl.constexpr = CUT or DENSE
     RULED: tl.constexpr = CUT or LIST_N == 0  # blocks that the mask leaves whole need not be told
     len_k = span[1]
-    for at in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N, disable_licm=FRUGAL):
         n0 = at if LIST_N == 0 else listed_start(listed, at, LIST_N, CUT)
         offs_n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT)  # [N, D]
+        k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, TMA, CUT, FRUGAL)  # [N, D]
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
         mask_tile = load_matrix(mask if RULED else None, offs_m, offs_n, span, False, CUT)
         qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
@@ -77,7 +77,7 @@ def attend(
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(dropout_keep(offs_m, n0, BLOCK_N, drop), p, 0.0)
-        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT)  # [N, DV]
+        v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, TMA, CUT, FRUGAL)  # [N, DV]
         if MASKED and HIDE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
@@ -99,7 +99,7 @@ def attention_forward(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, NATURAL: tl.constexpr,
-    SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    SANITIZE: tl.constexpr, HIDE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr,
 ):  # fmt: skip
     if other_variant(nonfinite_ptr, HIDE):
         return
@@ -167,7 +167,7 @@ def attention_forward(
             acc, l, m, top, spread = attend(
                 acc, l, m, top, spread, q, k_head, v_head, offs_m, starts[part], stops[part], span, rules, bias, mask, base2, drop, listed,
                 SCORE_MOD, MASK_MOD, DENSE, LIST_N, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-                largest_ptr is not None, entropy_ptr is not None, TMA, NATURAL, SANITIZE, HIDE, PRECISION,
+                largest_ptr is not None, entropy_ptr is not None, TMA, NATURAL, SANITIZE, HIDE, PRECISION, FRUGAL,
                 part != 1)  # fmt: skip
 
     inside = offs_m < len_q
@@ -198,7 +198,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
             out.key_mass.zero_()
         return
     call = Launch(t, r)
-    config = call.config(FORWARD)
+    config = call.config(FORWARD, *(["aux"] if out.max_logits is not None or out.entropy is not None else []))
     largest = None
     with call.device_guard():
         if out.max_logits is not None:  # of each program, of which some have no tile
@@ -235,5 +235,6 @@ def forward_arguments(call: Launch, t: Operands, out: Outputs, largest: Tensor |
         **call.key_lists(config),
         "sink_ptr": contiguous(t.sink),
         **call.constants(config, align, tma),
+        "FRUGAL": config.frugal,
     }
     return Arguments(tiles.count * call.heads, given, named)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kernel_cache import prepare
@@ -114,16 +113,14 @@ class Launch(Launcher):
 
         return emission.gradient_text(self.r.score_mod, wanted, self._facts, self._indices)
 
-    def config(self, purpose: str) -> Config:
+    def config(self, purpose: str, *further: str) -> Config:
+        """The tiles of a kernel of this call, which has the features ``further`` besides those of the operands and rules."""
         from ...plan import target_of
 
         target = target_of(self.t.q.device)
-        used = features(self.t, self.r)
-        config = choose(architecture(target), shared_limit(target), self.bits, purpose, used, self.block_d, self.block_dv)
-        blocks = self.t.blocks
-        if blocks is None or purpose == DBIAS:
-            return config
-        return replace(config, block_m=min(config.block_m, blocks.block_m), block_n=min(config.block_n, blocks.block_n))
+        used = features(self.t, self.r).union(further)
+        listed = None if self.t.blocks is None or purpose == DBIAS else (self.t.blocks.block_m, self.t.blocks.block_n)
+        return choose(architecture(target), shared_limit(target), self.bits, purpose, used, self.block_d, self.block_dv, listed)
 
     def key_lists(self, config: Config) -> dict[str, Any]:
         """The lists of key blocks that each block of queries visits."""

@@ -43,17 +43,26 @@ def head_of(ref, at, stride_b, stride_h, stride_s, ALIGN: tl.constexpr, TMA: tl.
 
 
 @triton.jit
-def tile_pointers(source, row0, ROWS: tl.constexpr, COLS: tl.constexpr):
+def tile_pointers(source, row0, ROWS: tl.constexpr, COLS: tl.constexpr, FRUGAL: tl.constexpr = False):
+    """[ROWS, COLS]. FRUGAL: from the number of each row at once. Offsets in a tile, two registers for each of its rows that a thread reads,
+    are the same in every tile, and a compiler keeps them."""
     ptr, row_stride, dim_stride = source[0], source[1], source[2]
     offs_d = tl.arange(0, COLS)
     if dim_stride is not None:
         offs_d = offs_d.to(tl.int64) * dim_stride
-    offs = tl.arange(0, ROWS)[:, None] * row_stride + offs_d[None, :]
-    return ptr + row0 * row_stride + offs  # [ROWS, COLS]; strides are 64-bit, and so is what they multiply
+    if FRUGAL:
+        pointers = ptr + ((row0 + tl.arange(0, ROWS))[:, None] * row_stride + offs_d[None, :])
+    else:
+        offs = tl.arange(0, ROWS)[:, None] * row_stride + offs_d[None, :]
+        pointers = ptr + row0 * row_stride + offs
+    return pointers  # strides are 64-bit, and so is what they multiply
 
 
 @triton.jit
-def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr, GUARD: tl.constexpr):
+def load_tile(
+    source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr, GUARD: tl.constexpr,
+    FRUGAL: tl.constexpr = False,
+):  # fmt: skip
     """Rows [row0, row0 + ROWS) of a head, padded with zeros from DIM to COLS: [ROWS, COLS]. GUARD: some may lie past row_end.
 
     A descriptor zeroes what lies past the tensor, not past row_end: see `hide_rows`.
@@ -65,11 +74,11 @@ def load_tile(source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM
         tile = source[0].load([item, h, row0, 0]).reshape(ROWS, COLS)
     elif GUARD:
         inside = (row0 + tl.arange(0, ROWS) < row_end)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
-        tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=inside, other=0.0)
+        tile = tl.load(tile_pointers(source, row0, ROWS, COLS, FRUGAL), mask=inside, other=0.0)
     elif DIM < COLS:
-        tile = tl.load(tile_pointers(source, row0, ROWS, COLS), mask=(tl.arange(0, COLS) < DIM)[None, :], other=0.0)
+        tile = tl.load(tile_pointers(source, row0, ROWS, COLS, FRUGAL), mask=(tl.arange(0, COLS) < DIM)[None, :], other=0.0)
     else:
-        tile = tl.load(tile_pointers(source, row0, ROWS, COLS))
+        tile = tl.load(tile_pointers(source, row0, ROWS, COLS, FRUGAL))
     return tile
 
 
