@@ -7,6 +7,7 @@ batch size, so a call with other lengths never compiles again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may have on sm_90
 ROWS = 64  # query rows of one consumer warp group: the M of its wgmma
@@ -221,8 +222,8 @@ class Variant:
         return q + k + v + self.bias_ring + self.mask_ring + (self.warpgroups * self.out_bytes if self.own_out_buffer else 0)
 
 
-_TWO = {"warpgroups": 2, "consumer_registers": 232, "producer_registers": 40, "launch_registers": 168}
-_THREE = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, "launch_registers": 128}
+_TWO: dict[str, Any] = {"warpgroups": 2, "consumer_registers": 232, "producer_registers": 40, "launch_registers": 168}
+_THREE: dict[str, Any] = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, "launch_registers": 128}
 
 TILES = {
     "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
