@@ -237,21 +237,12 @@ def select(
     for candidate in candidates:
         reason = why_not(candidate, t, r, request, target)
         if reason is None:
-            reason = _not_yet_trusted(candidate, t, r, request)
-        if reason is None:
             break
         declined.append((candidate, reason))
     chosen = Plan(candidate, tuple(declined))
     if warn and candidate == "tiled" and target.type in ("cuda", "xpu"):
         _warn_once("; ".join(f"{name}: {reason}" for name, reason in declined))
     return chosen
-
-
-def _not_yet_trusted(backend: str, t: Operands, r: Rules, request: Request) -> str | None:
-    """What kernels do that no GPU has confirmed, though they compile and an interpreter or a stand-in agrees: only by name."""
-    if backend == "hopper" and r.dropout_p > 0:
-        return "its dropout has not run on a GPU; backend='hopper' asks for it"
-    return None
 
 
 @functools.cache

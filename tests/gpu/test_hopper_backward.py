@@ -25,7 +25,7 @@ def test_auto_takes_it(dim):
     assert told.backend == "hopper" and told.extra_bytes > 2 * 333 * 4 * dim * 4
     for given in (dict(bias=randn(1, 4, 333, 517)), dict(mask=randn(1, 4, 333, 517) > 0)):
         for pass_ in ("fwd", "bwd"):
-            assert explain(**qkv(head_dim=dim), **given, pass_=pass_).backend == ("hopper" if dim <= 128 else "triton")
+            assert explain(**qkv(head_dim=dim, kv_heads=4), **given, pass_=pass_).backend == ("hopper" if dim <= 128 else "triton")
 
 
 @pytest.mark.parametrize("causal", [False, True])
