@@ -123,6 +123,13 @@ def test_it_refuses_what_attention_refuses() -> None:
         explain(q, q, q, device="NVIDIA Z9")
 
 
+@pytest.mark.parametrize("name", ["causl", "packing"])
+def test_a_keyword_that_attention_lacks_is_named(name: str) -> None:
+    q = meta(1, 8, 2, 16)
+    with pytest.raises(TypeError, match=f"explain got '{name}', which is no argument of attention"):
+        explain(q, q, q, **{name: True})
+
+
 def test_it_prints_well_and_is_plain_data() -> None:
     q = meta(1, 16384, 16, 128)
     told = tilewise.explain(q, q, q, causal=True, device="NVIDIA H200")

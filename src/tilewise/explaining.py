@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import cost, ops, plan
-from .api import prepare
+from .api import attention, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def explain(
         An `Explanation`, which prints well.
 
     Raises:
+        TypeError: a keyword that `attention` does not take.
         UnsupportedAttention: and whatever else `attention` would raise for the same arguments.
 
     Example:
@@ -80,6 +82,9 @@ def explain(
     """
     if pass_ not in ("fwd", "bwd"):
         raise ValueError(f"pass_ is {pass_!r}; it must be 'fwd' or 'bwd'")
+    unknown = [name for name in arguments if name not in inspect.signature(attention).parameters]
+    if unknown:
+        raise TypeError(f"explain got {unknown[0]!r}, which is no argument of attention")
     prepared = prepare(q, k, v, **arguments)
     args = prepared.op_arguments
     t = ops.operands(args)
