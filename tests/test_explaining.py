@@ -45,8 +45,10 @@ def test_one_decoded_token_is_bound_by_memory() -> None:
 def test_each_faster_backend_says_why_it_is_not_taken() -> None:
     q = meta(1, 256, 4, 64)
     assert explain(q, q, q, device="NVIDIA H200").declined == ()
+    scored = explain(q, q, q, score_mod=lambda s, b, h, i, j: s - 0.1 * h, device="NVIDIA H200")
+    assert scored.backend == "triton" and [name for name, _ in scored.declined] == ["hopper"] and "score" in scored.declined[0][1]
     dropped = explain(q, q, q, dropout_p=0.1, device="NVIDIA H200")
-    assert dropped.backend == "triton" and [name for name, _ in dropped.declined] == ["hopper"] and "dropout" in dropped.declined[0][1]
+    assert dropped.backend == "hopper" and dropped.declined == ()
     biased = explain(q, q, q, bias=meta(256, 256), device="NVIDIA H200")
     assert biased.backend == "hopper" and "V is copied" in str(biased) and biased.extra_bytes >= 2 * q.numel()
     wide = meta(1, 256, 4, 320)
