@@ -110,11 +110,11 @@ SPILLS = {
     "d128 everything": 64,
     "d256 everything": 256,
     "d128 lengths": 64,
-    "d64 float32 bias": 168,
+    "d64 float32 bias": 184,
     "d64 bias of keys": 72,
     "d64 causal bias and mask": 32,
     "d64 everything and tensors": 32,
-    "d64 everything and unaligned tensors": 312,
+    "d64 everything and unaligned tensors": 816,
     "d96 packed": 64,
     "d128 packed causal": 64,
     "d128 packed window": 64,
@@ -133,7 +133,7 @@ SPILLS = {
 RELOADS = {
     "d64 full, three consumers": 4,
     "d256 everything": 32,
-    "d64 everything and unaligned tensors": 52,
+    "d64 everything and unaligned tensors": 149,
     "d128 packed everything": 1,
 }
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import plan
 from .block_mask import TileLists
-from .cost import Problem, flops
 from .late import when_imported
 from .plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, accumulator_dtype
+
+if TYPE_CHECKING:
+    from .cost import Problem
 
 # The arguments of both ops after their own first ones, in this order. One list, so that schemas, autograd and vmap cannot disagree.
 OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "dropout_seed", "captured")
@@ -361,6 +363,8 @@ def visible_flops(count: Any, names: tuple[str, ...], flat: tuple[Any, ...], pas
 def problems(args: dict[str, Any]) -> list[Problem]:
     """The call as one problem of `cost`; a packed call as two, neither smaller than what it computes: every sequence as long as the
     longest may be, and every query seeing as many keys as one may see. Tensors may be given as their sizes, as torch's counter does."""
+    from .cost import Problem
+
     args = {name: x.shape if isinstance(x, Tensor) else x for name, x in args.items()}
     heads_dim, seq_dim = (2, 1) if args["layout"] == "bshd" else (1, 2)
     q, k, v, left, right = args["q"], args["k"], args["v"], args["window_left"], args["window_right"]
@@ -389,6 +393,8 @@ def problems(args: dict[str, Any]) -> list[Problem]:
 
 
 def _register_flops(counter: ModuleType) -> None:
+    from .cost import flops
+
     @counter.register_flop_formula(torch.ops.tilewise.attention_forward)
     def _forward_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
         return visible_flops(flops, FORWARD_ARGS, flat, "fwd")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import plan
-from .cost import tangent_flops
 from .late import when_imported
 from .ops import (
     DIFFERENTIABLE,
@@ -128,6 +127,8 @@ torch.library.register_fake("tilewise::attention_backward_jvp", _backward_jvp_fa
 
 
 def _register_flops(counter: ModuleType) -> None:
+    from .cost import tangent_flops
+
     @counter.register_flop_formula(torch.ops.tilewise.attention_jvp)
     def _jvp_flops(*flat: Any, out_shape: Any = None, **_: Any) -> int:
         return visible_flops(tangent_flops, JVP_ARGS, flat, "fwd")
