@@ -60,6 +60,14 @@ def test_each_faster_backend_says_why_it_is_not_taken() -> None:
         assert name in str(tiled) and reason in str(tiled)
 
 
+def test_the_backward_pass_told_is_that_of_the_gradients_wanted() -> None:
+    """Of all three where no tensor requires one. A gradient of q alone is not the Hopper kernel's."""
+    q, k, v = (torch.empty(1, 1024, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    told = [explain(q, k, v, causal=True, pass_="bwd", device="NVIDIA H200").backend]
+    told.append(explain(q.requires_grad_(), k, v, causal=True, pass_="bwd", device="NVIDIA H200").backend)
+    assert told == ["hopper", "triton"]
+
+
 @pytest.mark.parametrize("aux", ["max_logits", "key_mass", "entropy"])
 def test_kernels_compute_auxiliary_outputs_and_leave_their_gradients(aux: str) -> None:
     """The gradient of what the portable kernels returned comes from the tiled path."""
