@@ -45,6 +45,8 @@ def test_one_decoded_token_is_bound_by_memory() -> None:
 def test_each_faster_backend_says_why_it_is_not_taken() -> None:
     q = meta(1, 256, 4, 64)
     assert explain(q, q, q, device="NVIDIA H200").declined == ()
+    scored = explain(q, q, q, score_mod=lambda s, b, h, i, j: s - 0.1 * h, device="NVIDIA H200")
+    assert scored.backend == "triton" and [name for name, _ in scored.declined] == ["hopper"] and "score" in scored.declined[0][1]
     dropped = explain(q, q, q, dropout_p=0.1, device="NVIDIA H200")
     assert dropped.backend == "hopper" and dropped.declined == ()
     biased = explain(q, q, q, bias=meta(256, 256), device="NVIDIA H200")
@@ -56,6 +58,14 @@ def test_each_faster_backend_says_why_it_is_not_taken() -> None:
         assert "320" in reason
     for name, reason in tiled.declined:
         assert name in str(tiled) and reason in str(tiled)
+
+
+def test_the_backward_pass_told_is_that_of_the_gradients_wanted() -> None:
+    """Of all three where no tensor requires one. A gradient of q alone is not the Hopper kernel's."""
+    q, k, v = (torch.empty(1, 1024, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    told = [explain(q, k, v, causal=True, pass_="bwd", device="NVIDIA H200").backend]
+    told.append(explain(q.requires_grad_(), k, v, causal=True, pass_="bwd", device="NVIDIA H200").backend)
+    assert told == ["hopper", "triton"]
 
 
 @pytest.mark.parametrize("aux", ["max_logits", "key_mass", "entropy"])

@@ -340,3 +340,11 @@ def test_the_operator_is_called_when_somebody_listens_and_left_out_otherwise(lis
         assert len(direct) == 2
     for a, b in zip(plain, seen, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["torch", "tiled"])
+def test_gradients_without_memory_are_zeros(options):
+    """As some derivatives of torch make them of an output that they do not depend on."""
+    inputs = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)]
+    out = attention(*inputs, **options)
+    assert not any(x.any() for x in torch.autograd.grad(out, inputs, torch._efficientzerotensor(out.shape)))

@@ -17,6 +17,8 @@ import torch
 pytest.importorskip("triton")
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import attention, attention_with_kvcache, plan, repeats
 from tilewise.kernels import replay
@@ -455,3 +457,23 @@ def test_calls_in_float32_are_looked_up_with_torchs_precision(
     finally:
         torch.set_float32_matmul_precision("highest")
     assert len(passes) == 4 and len(set(passes)) == 2 and not any(found), "each setting is worked out and recorded once"
+
+
+def test_what_a_call_saves_does_not_depend_on_who_watches() -> None:
+    """Checkpointing counts what the forward pass and its repetition save: one may be watched and the other played."""
+    for _ in range(4):
+        gradients(tensors(requires_grad=True), [torch.randn(SHAPE, dtype=BF16)])
+    inputs, dout = tensors(requires_grad=True), torch.randn(SHAPE, dtype=BF16)
+    with FlopCounterMode(display=False):
+        out = checkpoint(lambda *x: attention(*x, softmax_scale=SCALE), *inputs, use_reentrant=False)
+    results = [out, *torch.autograd.grad(out, inputs, dout)]
+    for result, wanted in zip(results, expected(inputs, [dout]), strict=True):
+        close(result.detach(), wanted)
+
+
+def test_values_without_memory_are_zeros() -> None:
+    """As some derivatives of torch make them."""
+    for _ in range(4):
+        check(tensors())
+    q, k, _ = tensors()
+    assert not attention(q, k, torch._efficientzerotensor(SHAPE, dtype=BF16), softmax_scale=SCALE).any()

@@ -84,7 +84,7 @@ def _forward_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -
     if not any(needs) or all(x is None for x in cot.values()):
         return {}
     given = {**cot, **common_arguments(args), "needs": needs}
-    direct = ordinary() and _unobserved(args) and all(x is None or _lies_as_it_is(x) for x in arrived)
+    direct = ordinary() and _unobserved(args) and all(x is None or lies_as_it_is(x) for x in arrived)
     return _by_name(run_backward(given) if direct else call(BACKWARD, **given), needs)
 
 
@@ -199,7 +199,9 @@ BACKWARD_JVP = Operator("attention_backward_jvp", BACKWARD_JVP_ARGS, _no_third_d
 def _keep(ctx: Any, op: Operator, args: Named, outputs: Sequence[Tensor | None]) -> None:
     """Saves what the formulas need: every argument, and those results that `op` names."""
     ctx.set_materialize_grads(False)
-    kept = [x for name, x in zip(op.results, outputs, strict=False) if name is not None]
+    # What was not asked for is not saved, be it None or without elements: checkpointing counts what a call saves, whichever way it goes.
+    absent = {"entropy"} - wanted_aux(args["aux"]) if op.results else ()
+    kept = [None if name in absent else x for name, x in zip(op.results, outputs, strict=False) if name is not None]
     lists = [args[name] or [] for name in op.lists]
     ctx.save_for_backward(*kept, *[args[name] for name in op.tensors], *[x for values in lists for x in values])
     ctx.lengths = [len(values) for values in lists]
@@ -330,12 +332,13 @@ def _unobserved(args: Named) -> bool:
     if watched():
         return False
     tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"] + args["blocks"]
-    return tensors[0].device.type in ("cuda", "cpu") and all(map(_lies_as_it_is, tensors))
+    return tensors[0].device.type in ("cuda", "cpu") and all(map(lies_as_it_is, tensors))
 
 
-def _lies_as_it_is(x: Tensor) -> bool:
-    """Whether x is what its memory holds: of no subclass, and without the bit of ``z.conj().imag``, whose sign the dispatcher turns."""
-    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_neg()
+def lies_as_it_is(x: Tensor) -> bool:
+    """Whether x is what its memory holds: of no subclass, without the bit of ``z.conj().imag``, whose sign the dispatcher turns, and with
+    memory, which the zeros of some derivatives of torch have not."""
+    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor()
 
 
 def _differentiates(args: Named) -> bool:

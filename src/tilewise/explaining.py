@@ -63,7 +63,8 @@ def explain(
         q: as `attention` takes it; meta tensors (``device="meta"``) will do, and cost nothing.
         k: see ``q``.
         v: see ``q``.
-        pass_: ``"fwd"`` or ``"bwd"``.
+        pass_: ``"fwd"``, or ``"bwd"`` with gradients of every output that has one but the LSE, for the tensors that require one; for q, k
+            and v where none does.
         device: the device to explain for: a torch device such as ``"cpu"`` or ``"cuda:0"``, or a GPU named in `tilewise.cost`, such as
             ``"NVIDIA H200"``. Default: that of q; for meta tensors, the current CUDA device where there is one, else the CPU.
         **arguments: every keyword of `attention`.
@@ -90,7 +91,7 @@ def explain(
     t = ops.operands(args)
     r = ops.rules(args, ops.float32_precision_allows_tf32())
     target, ceilings = _target(device, t.q.device)
-    request = plan.Request(backward=pass_ == "bwd", aux=ops.wanted_aux(args["aux"]), out_dtype=args["out_dtype"])
+    request = _request(args, t, pass_ == "bwd")
     if args["backend"] == "reference":
         chosen = plan.Plan("reference")
     else:
@@ -127,6 +128,16 @@ def explain(
         roofline_ms=floor.seconds * 1e3 if floor else None,
         bound=floor.bound if floor else "",
     )
+
+
+def _request(args: dict[str, Any], t: plan.Operands, backward: bool) -> plan.Request:
+    """What the pass asks of its backend, as `ops` asks it."""
+    aux = ops.wanted_aux(args["aux"])
+    if not backward:
+        return plan.Request(aux=aux, out_dtype=args["out_dtype"])
+    needs = frozenset(name for name in ops.DIFFERENTIABLE if args[name] is not None and args[name].requires_grad)
+    needs |= {"captured"} if any(x.requires_grad for x in t.captured) else frozenset()
+    return plan.Request(True, aux & {"key_mass", "entropy"}, args["out_dtype"], needs=needs or frozenset("qkv"))
 
 
 def _listed_pairs(t: plan.Operands) -> int:

@@ -60,7 +60,7 @@ def key_of(
     for x in tensors:
         if x is None:
             layouts.append(None)
-        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not (x.is_nested or x.is_neg()):
+        elif type(x) in _PLAIN and x.is_cuda and x.layout is _STRIDED and not x.is_nested and not (x.is_neg() or x._is_zerotensor()):
             layouts.append((x.dtype, x.shape, x.stride(), x.get_device()))
         else:
             return None
@@ -357,7 +357,7 @@ class Repeated:
         if dout is None and dlse is None:
             return [None] * 3
         given = [x for x in tensors if x is not None]
-        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if type(x) in _PLAIN and x.is_cuda and not x.is_neg()]
+        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if x.is_cuda and derivatives.lies_as_it_is(x)]
         if len(layouts) < len(given) or not derivatives.ordinary():
             return self._differentiable_backward(saved, (dout, dlse), needs)
         key = (needs, dout is None, dlse is None, *layouts)
