@@ -284,7 +284,10 @@ def prepare(
         window_left, window_right = intersection((window_left, window_right), (lowered.window_left, lowered.window_right))
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
     if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod is {score_mod!r}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, or None")
+        raise TypeError(
+            f"score_mod is of type {type(score_mod).__name__}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, or "
+            "None"
+        )
     if score_mod is not None and backend != "reference":
         from .score_mod import trace_score_mod
 

@@ -419,6 +419,8 @@ def lists_of_blocks(
 def served(sizes: tuple[int, ...]) -> tuple[int, int]:
     """The largest tiles of which such blocks are made."""
     for size in sizes:
+        if size <= 0:
+            raise ValueError(f"the mask has blocks of {sizes}; a block has at least {BLOCK_SIZES[0]} queries and keys")
         if size % BLOCK_SIZES[0]:
             raise UnsupportedAttention(f"the mask has blocks of {sizes}; tiles need multiples of {BLOCK_SIZES[0]}")
     return tuple(max(served for served in BLOCK_SIZES if size % served == 0) for size in sizes)  # type: ignore[return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,8 +56,12 @@ def typed(name: str, value: Any, kind: type) -> Any:
         shown = f"{shown} of type " if len(shown) <= 60 and "\n" not in shown else "of type "
         raise TypeError(f"{name} is {shown}{_type_name(value)}; it must be a {kind.__name__}")
     if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
-        layout = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
-        raise TypeError(f"{name} is {layout}; it must be dense: use {name}.to_dense(), or pad it and give its lengths")
+        if value.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor, which does not fit the other arguments; it must be dense: pad it, with "
+                f"{name}.to_padded_tensor(0.0), and give its lengths"
+            )
+        raise TypeError(f"{name} is a tensor of layout {value.layout}; it must be dense: use {name}.to_dense()")
     return value
 
 
@@ -114,7 +119,7 @@ def check_window(window_size: Any) -> tuple[int, int]:
 
 
 def check_finite(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or isinstance(value, numbers.Real)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
         raise ValueError(f"{name} is {value}; it must be finite")
@@ -144,6 +149,11 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     typed(name, x, Tensor)
     if boolean and x.dtype != torch.bool:
         raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
+    if x.ndim == 3 and type(x).__name__ == "CausalBias":
+        raise TypeError(
+            f"{name} is torch's CausalBias, which holds no values to read; use causal=True for causal_lower_right and "
+            "mask=masks.Causal(align='top_left') for causal_upper_left"
+        )
     if not boolean and x.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64. Give a boolean mask as mask=")
     _same_device(name, x, sizes)

@@ -472,17 +472,17 @@ def to(x: Any, *args: Any, **kwargs: Any) -> Expr:
 
 def index(graph: Graph, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
     """An element of a captured tensor; negative indices count from the end, an index outside reads NaN (0 or False)."""
+    if any(position is None or position is Ellipsis or isinstance(position, slice) for position in indices):
+        raise UnsupportedAttention(
+            "captured tensors are indexed by one integer for each dimension, not by slices, None or ...; slice the tensor outside the "
+            "function"
+        )
     if len(indices) > tensor.ndim:
         raise IndexError(f"too many indices for a captured tensor of shape {tuple(tensor.shape)}")
     if len(indices) < tensor.ndim:
         return PartlyIndexed(graph, tensor, indices)
     lifted = []
     for position in indices:
-        if position is None or position is Ellipsis or isinstance(position, slice):
-            raise UnsupportedAttention(
-                "captured tensors are indexed by one integer for each dimension, not by slices, None or ...; "
-                "slice the tensor outside the function"
-            )
         number = graph.lift(position)
         if number.kind != "int":
             raise UnsupportedAttention(f"captured tensors are indexed by integers, not by a {number.kind}; convert with .to(torch.int64)")
@@ -506,8 +506,21 @@ def _sign(x: Expr) -> Expr:
     return where(x > 0, 1.0, where(x < 0, -1.0, 0.0))
 
 
-def _like(value: float) -> Callable[..., Expr]:
-    return lambda x, **_: x.graph.const(value, x.kind)
+def _constant(x: Expr, value: Any, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    """A constant among values like x: what functions that make a tensor of one are in a function of single values."""
+    return convert(x.graph.lift(value), x.kind if dtype is None else kind_of(dtype))
+
+
+def _new(value: float) -> Callable[..., Expr]:
+    return lambda x, *size, **options: _constant(x, value, **_scalar(size, options))
+
+
+def _scalar(size: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The options without the size, which must be that of one value."""
+    size = (*size, *([options["size"]] if "size" in options else []))
+    if any(len(part) if isinstance(part, (tuple, list)) else True for part in size):
+        raise UnsupportedAttention(f"a tensor of size {size} is made inside the function, which sees one (query, key) pair at a time; use ()")
+    return {name: value for name, value in options.items() if name != "size"}
 
 
 _NAMED: dict[str, Callable[..., Any]] = {
@@ -566,9 +579,13 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "long": lambda x: convert(x, "int"),
     "int": lambda x: convert(x, "int"),
     "bool": lambda x: convert(x, "bool"),
-    "zeros_like": _like(0),
-    "ones_like": _like(1),
-    "full_like": lambda x, fill_value, **_: x.graph.const(fill_value, x.kind),
+    "zeros_like": lambda x, **options: _constant(x, 0, **options),
+    "ones_like": lambda x, **options: _constant(x, 1, **options),
+    "full_like": lambda x, fill_value, **options: _constant(x, fill_value, **options),
+    "new_zeros": _new(0),
+    "new_ones": _new(1),
+    "new_full": lambda x, size, fill_value, **options: _constant(x, fill_value, **_scalar((size,), options)),
+    "new_tensor": lambda x, data, **options: _constant(x, data, **options),
 }
 SUPPORTED = tuple(sorted(_NAMED))
 _ALIASES = {

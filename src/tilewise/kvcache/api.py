@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -235,13 +236,16 @@ def _lengths(cache_seqlens: Tensor | int | None, sizes: CacheSizes, k: Tensor | 
         if k is not None:
             raise ValueError("k was given without cache_seqlens; say how many keys each item has before the append, 0 for an empty cache")
         return None
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+    if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):
+        cache_seqlens = int(cache_seqlens)
         if not 0 <= cache_seqlens <= sizes.capacity - sizes.appended:
             raise ValueError(
                 f"cache_seqlens is {cache_seqlens}; with {sizes.appended} new keys and room for {sizes.capacity} it must be between 0 and "
                 f"{sizes.capacity - sizes.appended}"
             )
         return torch.full((sizes.batch,), cache_seqlens, dtype=torch.int32, device=sizes.device)
+    if not isinstance(cache_seqlens, Tensor):
+        raise TypeError(f"cache_seqlens is of type {type(cache_seqlens).__name__}; it must be an int32 tensor (B,), or one int for all items")
     return checks.vector("cache_seqlens", cache_seqlens, sizes, "the keys of each item before the append")
 
 

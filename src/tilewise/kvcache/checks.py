@@ -104,6 +104,12 @@ def check_tensors(
                 f"k was given for a cache of {k_cache.dtype}; float8 caches are read, not written: quantise new keys yourself and pass no k"
             )
         appended = k.shape[1]
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if 0 not in x.shape and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} is expanded (strides {x.stride()}), so that what is written for one place lies in "
+                    "others too; append to a cache that has memory of its own, or let items share keys by a page_table"
+                )
         _check_new("k", k, (batch, appended, kv_heads, head_dim), q.dtype)
         if v is not None:
             _check_new("v", v, (batch, appended, kv_heads, head_dim_v), q.dtype)
