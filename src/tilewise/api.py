@@ -293,6 +293,11 @@ def prepare(
 
         score_text, score_captured = trace_score_mod(score_mod, q.device, first=len(captured))
         captured = captured + list(score_captured)
+    if mask_mod or score_text:
+        from .score_mod import check_reads
+
+        for text in (mask_mod, score_text):
+            check_reads(text, captured, sizes.batch, sizes.heads)
 
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else typed("deterministic", deterministic, bool)
     operands = dict(

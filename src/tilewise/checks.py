@@ -147,13 +147,13 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     if x is None:
         return None
     typed(name, x, Tensor)
-    if boolean and x.dtype != torch.bool:
-        raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
     if x.ndim == 3 and type(x).__name__ == "CausalBias":
         raise TypeError(
             f"{name} is torch's CausalBias, which holds no values to read; use causal=True for causal_lower_right and "
             "mask=masks.Causal(align='top_left') for causal_upper_left"
         )
+    if boolean and x.dtype != torch.bool:
+        raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
     if not boolean and x.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64. Give a boolean mask as mask=")
     _same_device(name, x, sizes)

@@ -16,7 +16,7 @@ from ..errors import UnsupportedAttention
 from ..expressions import Graph, Tracing, same_device
 from ..mask_base import Pair, intersection
 from ..masks import And, Mask, conjuncts
-from ..score_mod import program_text
+from ..score_mod import check_reads, program_text
 from . import checks, ops
 from .checks import CacheSizes
 
@@ -295,4 +295,6 @@ def lower_rule(mask: Any, sizes: CacheSizes) -> tuple[tuple[int, int], str, list
     with Tracing():
         b, h, p, kv_idx = [graph.var(name) for name in ("b", "h", "p", "kv_idx")]
         visible = graph.lift(rule.predicate(Pair(b, h, p, kv_idx, p, sizes.capacity, sizes.capacity)))
-    return window, *program_text(visible)
+    text, captured = program_text(visible)
+    check_reads(text, captured, sizes.batch, sizes.heads)
+    return window, text, captured
