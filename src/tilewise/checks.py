@@ -13,6 +13,7 @@ from torch import Tensor
 from .errors import UnsupportedAttention
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDEST = 2**62  # wider than any sequence, and a position that far away is still an int64
 _AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
 
 
@@ -115,7 +116,8 @@ def check_window(window_size: Any) -> tuple[int, int]:
             raise TypeError(f"window_size has {side} = {value!r}; it must be an int, -1 for unlimited")
         if value < -1:
             raise ValueError(f"window_size has {side} = {value}; it must be 0 or more keys, or -1 for unlimited")
-    return window_size[0], window_size[1]
+    left, right = (WIDEST if value > WIDEST else value for value in window_size)
+    return left, right
 
 
 def check_finite(name: str, value: float) -> float:

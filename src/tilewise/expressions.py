@@ -73,6 +73,8 @@ class Graph:
     def const(self, value: bool | int | float, kind: str | None = None) -> Expr:
         if kind is None:
             kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise ValueError(f"a function of scores or masks uses the integer {value}; its integers have 64 bits")
         cast: Callable[[Any], Any] = float if kind == "float" else int if kind == "int" else bool
         return self.add("const", value=cast(value), kind=kind)
 
