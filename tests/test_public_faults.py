@@ -31,7 +31,9 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
         return out, aux.lse
 
     with torch.no_grad():
-        out, lse = case.answer(**{name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()})
+        out, lse = case.answer(
+            **{name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+        )
     dout, dlse = torch.randn(out.shape).to(dtype), torch.randn(lse.shape).to(torch.float64 if dtype == torch.float64 else torch.float32)
     got = run_on_leaves(lambda **g: case.call(ours, **g), arguments, dout, dlse, lambda x: x.detach().clone().requires_grad_())
     exact = run_on_leaves(case.answer, arguments, dout, dlse, lambda x: x.detach().double().requires_grad_())
@@ -45,7 +47,9 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
         want = exact.grads.pop(name)
         error, allowed = ((x.grads[name].double() - want).abs().max().item() for x in (got, unfused))
         size = max(want.abs().max().item(), 1.0)
-        assert error <= 8.0 * (allowed + torch.finfo(got.grads[name].dtype).eps * size), f"d{name}: error {error:.3e}, unfused {allowed:.3e}"
+        assert error <= 8.0 * (allowed + torch.finfo(got.grads[name].dtype).eps * size), (
+            f"d{name}: error {error:.3e}, unfused {allowed:.3e}"
+        )
     assert_close_to_reference(got, exact, unfused, recomputed=True)
 
 

@@ -285,8 +285,8 @@ def prepare(
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
     if score_mod is not None and not callable(score_mod):
         raise TypeError(
-            f"score_mod is of type {type(score_mod).__name__}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, or "
-            "None"
+            f"score_mod is of type {type(score_mod).__name__}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, "
+            "or None"
         )
     if score_mod is not None and backend != "reference":
         from .score_mod import trace_score_mod

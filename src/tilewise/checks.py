@@ -121,8 +121,9 @@ def check_window(window_size: Any) -> tuple[int, int]:
 
 
 def check_finite(name: str, value: float) -> float:
-    if isinstance(value, bool) or not (isinstance(value, (int, float)) or isinstance(value, numbers.Real)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
+    value = value if isinstance(value, (int, float)) else float(value)  # NumPy's float32 cannot be compared with the largest float64
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
         raise ValueError(f"{name} is {value}; it must be finite")
     return float(value)

@@ -521,7 +521,9 @@ def _scalar(size: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """The options without the size, which must be that of one value."""
     size = (*size, *([options["size"]] if "size" in options else []))
     if any(len(part) if isinstance(part, (tuple, list)) else True for part in size):
-        raise UnsupportedAttention(f"a tensor of size {size} is made inside the function, which sees one (query, key) pair at a time; use ()")
+        raise UnsupportedAttention(
+            f"a tensor of size {size} is made inside the function, which sees one (query, key) pair at a time; use ()"
+        )
     return {name: value for name, value in options.items() if name != "size"}
 
 

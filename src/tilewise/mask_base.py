@@ -360,7 +360,9 @@ class Not(Mask):
 def _rule(other: Any, operator: str) -> Mask:
     if not isinstance(other, Mask):
         hint = "; a bool tensor is masks.Dense(tensor), a function masks.Custom(function), and a BlockMask is built from the combined rule"
-        raise TypeError(f"a mask rule is combined by {operator} with {type(other).__name__}; it must be another rule of tilewise.masks{hint}")
+        raise TypeError(
+            f"a mask rule is combined by {operator} with {type(other).__name__}; it must be another rule of tilewise.masks{hint}"
+        )
     return other
 
 

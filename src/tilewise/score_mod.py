@@ -225,8 +225,8 @@ def check_reads(text: str, captured: Sequence[Tensor], batch: int, heads: int) -
             count = {"b": batch, "h": heads}.get(index.value) if index.op == "var" else None
             if count is not None and size < count:
                 raise ValueError(
-                    f"a function of scores or masks reads a captured tensor of shape {tuple(shape)} at index {index.value} in dimension {dim}, "
-                    f"and {index.value} runs to {count - 1}; expand the tensor there, or index it with 0 if one entry serves all"
+                    f"a function of scores or masks reads a captured tensor of shape {tuple(shape)} at index {index.value} in dimension "
+                    f"{dim}, and {index.value} runs to {count - 1}; expand the tensor there, or index it with 0 if one entry serves all"
                 )
 
 

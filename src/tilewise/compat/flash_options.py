@@ -77,9 +77,11 @@ def one_of(**names: Any) -> Any:
 
 def bound(max_seqlen: Any) -> Any:
     """A bound of the lengths. No result needs one, so a tensor, which would have to be read from its device, is left out."""
-    if isinstance(max_seqlen, numbers.Integral) and not isinstance(max_seqlen, bool):
-        return int(max_seqlen)  # NumPy's
-    return None if isinstance(max_seqlen, Tensor) else max_seqlen
+    if isinstance(max_seqlen, Tensor):
+        return None
+    if not isinstance(max_seqlen, bool) and isinstance(max_seqlen, numbers.Integral):
+        return int(max_seqlen)  # NumPy's, too
+    return max_seqlen
 
 
 def _window(window_size: Any) -> Any:

@@ -231,12 +231,12 @@ def cast_new(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Ten
     return cast[0], None if k is None else cast[1], None if v is None else cast[2]
 
 
-def _lengths(cache_seqlens: Tensor | int | None, sizes: CacheSizes, k: Tensor | None) -> Tensor | None:
+def _lengths(cache_seqlens: Any, sizes: CacheSizes, k: Tensor | None) -> Tensor | None:
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("k was given without cache_seqlens; say how many keys each item has before the append, 0 for an empty cache")
         return None
-    if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):
+    if not isinstance(cache_seqlens, bool) and isinstance(cache_seqlens, numbers.Integral):
         cache_seqlens = int(cache_seqlens)
         if not 0 <= cache_seqlens <= sizes.capacity - sizes.appended:
             raise ValueError(
@@ -245,7 +245,9 @@ def _lengths(cache_seqlens: Tensor | int | None, sizes: CacheSizes, k: Tensor | 
             )
         return torch.full((sizes.batch,), cache_seqlens, dtype=torch.int32, device=sizes.device)
     if not isinstance(cache_seqlens, Tensor):
-        raise TypeError(f"cache_seqlens is of type {type(cache_seqlens).__name__}; it must be an int32 tensor (B,), or one int for all items")
+        raise TypeError(
+            f"cache_seqlens is of type {type(cache_seqlens).__name__}; it must be an int32 tensor (B,), or one int for all items"
+        )
     return checks.vector("cache_seqlens", cache_seqlens, sizes, "the keys of each item before the append")
 
 
