@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import bias as torch_bias
@@ -25,6 +26,7 @@ from tilewise import BlockMask, attention, masks, merge
 from tilewise.compat import flash_attn, flash_attn_interface, flex
 from tilewise.compat.sdpa import scaled_dot_product_attention as sdpa
 from tilewise.integrations.transformers import attention_forward
+from tilewise.integrations.transformers_masks import RuleMask
 
 from .public_faults import I32, causal, coin, definition, qkv, wide
 
@@ -163,6 +165,35 @@ def test_nested_tensors_that_are_parts_of_longer_rows(report: str) -> None:
         want = torch.autograd.grad(definition(*own, visible=causal(length, length))[0].sum(), own)
         for grad, exact in zip(grads, want, strict=True):
             close(grad[b, start : start + length], exact[0])
+
+
+@report("Dao-AILab/flash-attention#91", "Dao-AILab/flash-attention#681")
+def test_the_losses_of_several_calls_with_cotangents_that_are_slices(report: str) -> None:
+    x = leaves()
+    outs = [attention(*x, causal=flag) for flag in (False, True)]
+    wants = [definition(*x, visible=causal(9, 9) if flag else None)[0] for flag in (False, True)]
+    weights = wide(2, 9, 4, 16)
+    loss, want = ((torch.cat(parts, 3) * weights).sum() for parts in (outs, wants))
+    close(torch.autograd.grad(loss, x), torch.autograd.grad(want, x))
+
+
+@report("pytorch/pytorch#130117", "pytorch/pytorch#165517")
+def test_a_cache_has_no_derivative_and_says_so(report: str) -> None:
+    """A zero tangent would be silence."""
+    q, k, v = qkv(2, 1, 9).values()
+
+    def read(q: Tensor, k: Tensor = k, v: Tensor = v) -> Tensor:
+        return tilewise.attention_with_kvcache(q, k, v)
+
+    for transformed in (lambda: torch.func.jvp(read, (q,), (q,)), lambda: torch.func.jvp(lambda k: read(q, k), (k,), (k,))):
+        with pytest.raises(tilewise.UnsupportedAttention, match="carries a tangent"):
+            transformed()
+    with forward_ad.dual_level(), pytest.raises(tilewise.UnsupportedAttention, match="q carries a tangent"):
+        read(forward_ad.make_dual(q, q))
+    with pytest.raises(tilewise.UnsupportedAttention, match="q requires grad"):
+        torch.func.grad(lambda q: read(q).sum())(q)
+    with pytest.raises(tilewise.UnsupportedAttention, match=r"q is mapped by torch.vmap, .* give what is mapped as batch items"):
+        torch.vmap(read)(q[None], k[None], v[None])
 
 
 # -------------------------------------------------------------------------------------------------------------- torch's SDPA
@@ -411,6 +442,17 @@ LAYER: dict[str, Callable[[Any, Any, Any], tuple[Tensor, Tensor | None]]] = {
 }  # fmt: skip
 
 
+@report("meta-pytorch/attention-gym#135", "unslothai/unsloth#8516")
+def test_a_mask_follows_its_layer_to_another_device(report: str) -> None:
+    lengths = torch.tensor([5, 3], dtype=I32)
+    mask = RuleMask(torch.Size((2, 1, 5, 5)), torch.device("cpu"), (-1, 0), lengths, documents=torch.zeros(2, 5, dtype=torch.int64))
+    moved = mask.to("meta", non_blocking=True)
+    assert moved.device.type == moved.length.device.type == moved.documents.device.type == "meta" and moved.window == (-1, 0)
+    assert mask.to("cpu") is mask
+    with pytest.raises(tilewise.UnsupportedAttention, match=r"converted to torch.float16: this model does not hand its mask"):
+        mask.to(torch.float16)
+
+
 @pytest.mark.parametrize("name", LAYER)
 def test_layers_of_transformers(name: str) -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(2, 5, kv_heads=2).values())
@@ -467,6 +509,32 @@ WORDS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a rule beside a tensor (facebookresearch/xformers#790)": (
         TypeError, r"combined by & with Tensor; .* masks.Dense\(tensor\)", lambda: masks.Causal() & coin(5, 5),
     ),
+    "a random number in a score function (meta-pytorch/attention-gym#77)": (
+        tilewise.UnsupportedAttention, "randn would be drawn once and be the same number for every .* pair; use dropout_p",
+        lambda: attention(**X, score_mod=lambda s, b, h, q, k: s + torch.randn(())),
+    ),
+    "a block that is not there (lucidrains/native-sparse-attention-pytorch#18)": (
+        ValueError, "indices holds 9; 128 keys in blocks of 64 have the numbers 0 to 1, and -1 stands for no block",
+        lambda: BlockMask.from_topk(torch.tensor([[[[0, 9], [1, -1]]]]), 128, block_size=64),
+    ),
+    "a column that is not there (lucidrains/native-sparse-attention-pytorch#16)": (
+        ValueError, "col_indices holds numbers from 7 to 7; 64 keys in blocks of 64",
+        lambda: BlockMask.from_bsr(torch.tensor([0, 1]), torch.tensor([7]), 64, block_size=64),
+    ),
+    "no block mask (meta-pytorch/attention-gym#122)": (
+        TypeError, "from_flex: block_mask is NoneType; it must come from create_block_mask", lambda: BlockMask.from_flex(None),
+    ),
+    "padding of rank 3 (huggingface/transformers#27539)": (
+        ValueError, r"attention_mask has shape \(2, 1, 5\) and hidden_states \(2, 5, 3\); it must be \(B, S\) = \(2, 5\)",
+        lambda: flash_attn.bert_padding.unpad_input(wide(2, 5, 3), torch.ones(2, 1, 5)),
+    ),
+    "more tokens than rows have room for (huggingface/transformers#27539)": (
+        ValueError, "pad_input has 5 tokens for 1 rows of 4", lambda: flash_attn.bert_padding.pad_input(wide(5, 3), torch.arange(5), 1, 4),
+    ),
+    "a layout that is none, with nested tensors (meta-pytorch/segment-anything-fast#99)": (
+        ValueError, "layout is 'bsh'; it must be 'bshd'",
+        lambda: attention(*[torch.nested.nested_tensor([wide(3, 2, 4)], layout=torch.jagged)] * 3, layout="bsh"),
+    ),
     "an integer of more than 64 bits (pytorch/pytorch#187904)": (
         ValueError, "uses the integer 18446744073709551616; its integers have 64 bits",
         lambda: attention(**X, mask=masks.Custom(lambda b, h, q, k: q - k < 2**64)),
@@ -501,6 +569,15 @@ def test_messages(name: str) -> None:
     error, words, call = WORDS[name]
     with pytest.raises(error, match=words):
         call()
+
+
+@report("Dao-AILab/flash-attention#876")
+def test_asking_for_nothing_in_any_way_gives_the_output_alone(report: str) -> None:
+    for nothing in ((), [], None, set()):
+        assert attention(**X, return_aux=nothing).shape == X["q"].shape
+        assert (
+            tilewise.attention_with_kvcache(**{"q": X["q"], "k_cache": X["k"], "v_cache": X["v"]}, return_aux=nothing).shape == X["q"].shape
+        )
 
 
 @report("HazyResearch/ThunderKittens#125")

@@ -319,9 +319,8 @@ def prepare(
         block_n=0 if lists is None else lists.block_n,
     )
     aux = ",".join(name for name in ops.AUX if name in aux_names)
-    wants_aux = return_aux != () and return_aux is not None
     packed = dict.fromkeys(ops.PACKED) if packing is None else packing._asdict()
-    return Prepared(operands | rules | blocks | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+    return Prepared(operands | rules | blocks | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, bool(aux_names), same_meaning)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -74,8 +74,7 @@ def _type_name(value: Any) -> str:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Sizes:
     """Ranks, dtypes, devices and shapes of q, k and v."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout is {layout!r}; it must be 'bshd' for (B, S, H, D) or 'bhsd' for (B, H, S, D)")
+    check_layout(layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         typed(name, x, Tensor)
         if x.ndim != 4:
@@ -106,6 +105,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Siz
     if q.dtype == torch.float64 and backend in ("triton", "hopper"):
         raise UnsupportedAttention(f"backend={backend!r} has no float64; use backend='tiled', or float32 inputs")
     return Sizes(q.shape[0], q.shape[heads], k.shape[heads], q.shape[seq], k.shape[seq], q.shape[3], v.shape[3], q.device)
+
+
+def check_layout(layout: str) -> None:
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout is {layout!r}; it must be 'bshd' for (B, S, H, D) or 'bhsd' for (B, H, S, D)")
 
 
 def check_window(window_size: Any) -> tuple[int, int]:

@@ -26,6 +26,9 @@ VARIABLES = {
     **dict.fromkeys(("score", "score_tangent", "grad", "grad_tangent"), "float"),
     **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "p"), "int"),
 }
+_RANDOM = frozenset(
+    ("rand", "randn", "randint", "normal", "bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "dropout")
+)
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _DTYPE = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
 
@@ -289,6 +292,11 @@ class Tracing(TorchFunctionMode):
         for argument in args:
             if isinstance(argument, Expr) or (isinstance(argument, tuple) and any(isinstance(item, Expr) for item in argument)):
                 return _function(func.__name__)(*args, **(kwargs or {}))
+        if func.__name__ in _RANDOM:
+            raise UnsupportedAttention(
+                f"{func.__name__} would be drawn once and be the same number for every (query, key) pair; use dropout_p, or read a tensor "
+                "that was drawn outside the function"
+            )
         return func(*args, **(kwargs or {}))
 
 

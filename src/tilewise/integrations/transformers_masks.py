@@ -7,6 +7,7 @@ other than plain causal and bidirectional ones.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,17 @@ class RuleMask:
 
     def contiguous(self) -> RuleMask:
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> RuleMask:
+        """On another device, as accelerate moves what a layer there is given. It stays boolean."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype not in (None, torch.bool):
+            raise _not_numbers(f"converted to {dtype}")
+        if device is None or device == self.device:
+            return self
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, device=device, **moved)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

@@ -120,7 +120,7 @@ def attention_with_kvcache(
         found = repeats.again_over_a_cache(tensors, *rules, window_size, check_values, return_aux)
     if found is None:
         found = _looked_up(tensors, rules, mask, window_size, check_values, return_aux)
-    return (found[0], Aux(lse=found[1] if "lse" in return_aux else None)) if return_aux not in ((), None) else found[0]
+    return (found[0], Aux(lse=found[1])) if return_aux else found[0]
 
 
 def _looked_up(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .. import plan
@@ -186,7 +187,20 @@ def descale(name: str, x: Tensor | None, k_cache: Tensor, sizes: CacheSizes) -> 
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """A cache call has no derivative: an input that wants one would get silence."""
+    """A cache call has no derivative and writes where it is told: an input that wants one, or is mapped, would get silence."""
+    mapped = torch._C._are_functorch_transforms_active()
+    if (mapped or forward_ad._current_level >= 0) and not torch.compiler.is_compiling():
+        for name, x in tensors.items():
+            if not isinstance(x, Tensor):
+                continue
+            if mapped and torch._C._functorch.is_batchedtensor(x):
+                raise UnsupportedAttention(
+                    f"{name} is mapped by torch.vmap, and attention_with_kvcache cannot be: give what is mapped as batch items, or loop"
+                )
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+                raise UnsupportedAttention(
+                    f"{name} carries a tangent, and attention_with_kvcache is for inference: take its primal, or use tilewise.attention"
+                )
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
