@@ -420,6 +420,10 @@ def _any_dual(values: Sequence[Any]) -> bool:
 def _is_dual(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_is_dual(y) for y in x)
+    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and _batched_by_autograd(x):
+        raise NotImplementedError(
+            "forward mode under autograd's own vmap (jacobian(vectorize=True, strategy='forward-mode')); use torch.func.jacfwd"
+        )
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
