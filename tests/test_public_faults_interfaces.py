@@ -322,6 +322,29 @@ def test_a_table_with_fewer_heads_is_no_table_of_zeros(report: str, where: str) 
     close(attention(**x, mask=masks.Custom(same)), definition(**x, visible=(ids[:, :, :, None] == ids[:, :, None]))[0])
 
 
+@report("pytorch/pytorch#143260", "pytorch/pytorch#164702", "meta-pytorch/attention-gym#109")
+@pytest.mark.parametrize("position", [0, 40, 63])
+def test_a_row_of_a_longer_block_mask_serves_one_query(report: str, position: int) -> None:
+    """Decoding with a mask built once: a row of its blocks, its function shifted, its lengths set by hand."""
+    whole = torch_flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 30), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
+    q, k, v = (x.transpose(1, 2) for x in qkv(2, 1, 64).values())
+    row = whole[:, :, torch.tensor([position // 16])]
+    row.mask_mod = lambda b, h, q, k: whole.mask_mod(b, h, q + position, k)
+    with pytest.raises(ValueError, match=r"1 rows of blocks, .* it was sliced; set its seq_lengths"):
+        flex.flex_attention(q, k, v, block_mask=row)
+    row.seq_lengths = (1, 64)
+    visible = (torch.arange(64) <= position) & (torch.arange(64) > position - 30)
+    close(flex.flex_attention(q, k, v, block_mask=row), definition(q, k, v, visible=visible, layout="bhsd")[0])
+
+
+@report("pytorch/pytorch#141625")
+def test_a_block_mask_adjusted_to_other_lengths(report: str) -> None:
+    whole = torch_flex.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=32)
+    q, k, v = (x.transpose(1, 2) for x in qkv(1, 40, 70, heads=2).values())
+    visible = torch.ones(40, 70, dtype=torch.bool).tril()
+    close(flex.flex_attention(q, k, v, block_mask=whole._adjust(40, 70)), definition(q, k, v, visible=visible, layout="bhsd")[0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------- parts
 
 

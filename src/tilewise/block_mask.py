@@ -236,6 +236,11 @@ class BlockMask:
         size = tuple(min(block, -(-length // 16) * 16) for block, length in zip(block_mask.BLOCK_SIZE, (seqlen_q, seqlen_k), strict=True))
         sizes = served(size)
         rows, columns = -(-seqlen_q // size[0]), -(-seqlen_k // size[1])
+        if partial[0].shape[2] < rows:
+            raise ValueError(
+                f"BlockMask.from_flex: block_mask has {partial[0].shape[2]} rows of blocks, and its seq_lengths say {seqlen_q} queries, "
+                f"which fill {rows}: it was sliced; set its seq_lengths to (queries, {seqlen_k}), its mask_mod to one that counts from them"
+            )
 
         def bits(number: Tensor, index: Tensor) -> Tensor:
             listed = torch.arange(index.shape[3], device=index.device) < number[..., None]
