@@ -297,3 +297,20 @@ def test_packed(name: str) -> None:
         x = {n: t[:18] if n in "qkv" else t for n, t in x.items()}
     got, want = PACKED[name](x)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("report", ["Dao-AILab/flash-attention#1661"])
+def test_boundaries_that_decrease_mean_the_same_everywhere(report: str) -> None:
+    """Searched as if they were sorted, they would number the documents by chance."""
+    x, offsets = qkv(1, 12), torch.tensor([0, 7, 3, 9, 12], dtype=I32)
+    rule = masks.Document.from_cu_seqlens(offsets, 12)
+    number = torch.tensor([0] * 7 + [2] * 2 + [3] * 3)
+    want = definition(**x, visible=number[:, None] == number)[0]
+    packed_out = tilewise.attention_varlen(*(t[0] for t in x.values()), offsets, offsets)
+    for out in (
+        tilewise.attention(**x, mask=rule),
+        tilewise.attention(**x, mask=tilewise.BlockMask(rule, 12, block_size=16)),
+        tilewise.attention(**x, mask=rule, backend="reference"),
+        packed_out[None],
+    ):
+        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-10)

@@ -238,7 +238,7 @@ class Document(Mask):
         """Documents that lie one after the other in one row of `total` tokens, with boundaries `cu_seqlens` (n + 1,) = 0, ..., total.
 
         `cu_seqlens_k` and `total_k` describe the keys where they are another row. Tokens from the last boundary on are one further
-        document. Does not synchronise with the device.
+        document; a boundary that decreases counts as the largest before it. Does not synchronise with the device.
 
         >>> Document.from_cu_seqlens(torch.tensor([0, 2, 5]), total=6).ids
         tensor([[0, 0, 1, 1, 1, 2]])
@@ -460,7 +460,8 @@ def _item(tensor: Tensor, index: Any, axis: int = 0) -> Any:
 def _numbered(cu_seqlens: Tensor, total: int) -> Tensor:
     _integers("Document.from_cu_seqlens", "cu_seqlens", cu_seqlens, 1, "(n + 1,)")
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)[None]
+    ends = cu_seqlens[1:].cummax(0).values  # an offset that decreases counts as the largest before it, as in attention_varlen
+    return torch.searchsorted(ends, tokens, right=True)[None]
 
 
 def _whole_number(rule: Mask, name: str, least: int, note: str = "") -> None:
