@@ -134,7 +134,7 @@ def _() -> dict[str, Any]:
     return arguments | {"page_table": torch.randint(2900, 3000, (2, 9), dtype=I32)}
 
 
-@case("pages of three tokens, the last in part (flashinfer-ai/flashinfer#251)")
+@case("pages of three tokens, the last in part (AtomaAI/atoma-infer#52)")
 def _() -> dict[str, Any]:
     return cache(4, 2, 3, rows=20, new=1) | {"page_table": torch.randperm(20)[:16].to(I32).view(4, 4), "causal": True}
 
@@ -156,13 +156,13 @@ def _() -> dict[str, Any]:
     return cache(4, 2, new=1) | {"alibi_slopes": wide(4).abs()}
 
 
-@case("heads before tokens in memory (ggml-org/llama.cpp#20031)")
+@case("heads before tokens in memory (casper-hansen/AutoAWQ#208)")
 def _() -> dict[str, Any]:
     arguments = cache(new=2)
     return arguments | {name: arguments[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "v_cache")}
 
 
-@case("slices of one tensor of keys and values (vllm-project/vllm#13747)")
+@case("slices of one tensor of keys and values (Dao-AILab/flash-attention#862)")
 def _() -> dict[str, Any]:
     both = wide(2, 2, 16, 2, 8)
     return cache(new=1) | {"k_cache": both[:, 0], "v_cache": both[:, 1]}
@@ -219,8 +219,7 @@ def test_one_query_alone_is_the_last_of_many(report: str) -> None:
 
 
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
-@pytest.mark.parametrize("report", ["huggingface/transformers#48353"])
-def test_what_is_written_for_one_place_lies_in_no_other(report: str, module: Any) -> None:
+def test_what_is_written_for_one_place_lies_in_no_other(module: Any) -> None:
     """An expanded cache would hold the last item's keys for all; a length may be NumPy's."""
     numpy = pytest.importorskip("numpy")
     arguments = cache(new=1)
@@ -271,7 +270,7 @@ PACKED: dict[str, Callable[[dict[str, Any]], tuple[Tensor, Tensor]]] = {
     "bounds that are 0-d tensors (huggingface/transformers#48353)": lambda x: (
         flash_attn.flash_attn_varlen_func(*x.values(), torch.tensor(12), torch.tensor(12), causal=True), each_alone(x),
     ),
-    "bounds that are NumPy's (Dao-AILab/flash-attention#2381)": lambda x: (
+    "bounds that are NumPy's (huggingface/transformers#48353)": lambda x: (
         flash_attn.flash_attn_varlen_func(*x.values(), *pytest.importorskip("numpy").array([12, 12], "int32"), causal=True), each_alone(x),
     ),
     "windows with None for no limit (Dao-AILab/flash-attention#2251)": lambda x: (
