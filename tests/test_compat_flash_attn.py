@@ -90,7 +90,9 @@ def test_packed_tensors_are_read_in_place_and_get_one_gradient() -> None:
     torch.testing.assert_close(ours, reference.attention(q, *kv.unbind(2), window_size=(4, 4), learnable_sink=SINKS)[0].float())
 
     grouped = torch.randn(2, 9, 4 + 2 + 2, 16)
-    ours, lse = flash_attn_interface.flash_attn_qkvpacked_func(grouped, num_heads_q=4, return_softmax=True)
+    ours, lse = flash_attn_interface.flash_attn_qkvpacked_func(grouped, num_heads_q=4, return_attn_probs=True)
+    for a, b in zip(flash_attn_interface.flash_attn_qkvpacked_func(grouped, num_heads_q=4, return_softmax=True), (ours, lse), strict=True):
+        assert torch.equal(a, b)
     expected, expected_lse = reference.attention(*grouped.split([4, 2, 2], 2))
     torch.testing.assert_close(ours, expected.float())
     torch.testing.assert_close(lse, expected_lse.float())

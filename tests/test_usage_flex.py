@@ -110,6 +110,21 @@ def blocks(library, mask_mod):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
+def test_masks_that_torch_built_and_combined(name: str) -> None:
+    """Half of a program may keep torch's import: its block masks and its `and_masks` and `or_masks` are served as they are."""
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float64) for _ in range(3))
+    torch.manual_seed(0)
+    score_mod, mask_mod, _ = PATTERNS[name](torchs)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = blocks(torchs, torchs.noop_mask if mask_mod is None else mask_mod)
+        expected = torchs.flex_attention(q, k, v, score_mod=score_mod, block_mask=given)
+        for block_mask in (given, blocks(ours, torchs.noop_mask if mask_mod is None else mask_mod)):
+            out = ours.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask)
+            torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
 def test_pattern(name: str) -> None:
     q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float64) for _ in range(3))
     mask_mod = PATTERNS[name](torchs)[1]

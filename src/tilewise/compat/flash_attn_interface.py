@@ -109,10 +109,14 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
     return_softmax: bool = False,
     **extra: Any,
 ) -> Any:
     """`flash_attn_func` of ``qkv`` ``(B, S, 3, H, D)``, or of ``(B, S, Hq + 2 Hk, D)`` with ``num_heads_q`` = Hq; read in place.
+
+    ``return_softmax`` is the name that some releases have for ``return_attn_probs``.
 
     >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 8, 32), num_heads_q=4).shape
     torch.Size([2, 16, 4, 32])
@@ -130,7 +134,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(
         q, k, v, softmax_scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, window_size=window_size,
         attention_chunk=attention_chunk, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin,
-        return_attn_probs=return_softmax, **extra,
+        return_attn_probs=return_attn_probs or return_softmax, **extra,
     )  # fmt: skip
 
 
