@@ -91,7 +91,8 @@ def test_masks_mean_what_the_library_means(name: str, queries: int, keys: int, q
         assert (isinstance(built, RuleMask) and built.visible is None) or name == "bidirectional window"
         assert torch.equal(built.dense(), expected) and built.shape == expected.shape
         assert torch.equal(torch.logical_not(built), ~expected) and torch.equal(built[..., :3].dense(), expected[..., :3])
-        for copied in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+        assert built.to("meta").dense().device.type == built.to(device="meta").device.type == "meta"
+        for copied in (copy.deepcopy(built), pickle.loads(pickle.dumps(built)), built.to("cpu"), built.to(torch.bool)):
             assert torch.equal(copied.dense(), expected)
 
 
@@ -127,6 +128,7 @@ def test_a_model_that_adds_its_mask_to_the_scores_is_refused() -> None:
         lambda: scores.add_(mask),
         lambda: 1 - mask,
         lambda: mask[0],
+        lambda: mask.to(torch.float32),
     ):
         with pytest.raises(UnsupportedAttention, match="attention interface"):
             misuse()
@@ -166,6 +168,16 @@ def test_sliding_window_without_a_mask() -> None:
     v = torch.eye(8)[None, None]  # the output row is the row of probabilities
     out, _ = integration.attention_forward(module, q, k, v, None, sliding_window=4)
     assert [(row != 0).nonzero().flatten().tolist() for row in out[0, :, 0]] == [list(range(max(0, i - 3), i + 1)) for i in range(8)]
+
+
+def test_a_layer_that_does_not_say_whether_it_is_causal() -> None:
+    """Without a mask either would be a guess; of the library's own such layers the encoders alone come here (`test_encoders_...`)."""
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    with pytest.raises(UnsupportedAttention, match="Module does not say whether it is causal"):
+        integration.attention_forward(torch.nn.Module(), q, k, v, None)
+    assert integration.attention_forward(torch.nn.Module(), q[:, :, :1], k, v, None)[0].shape == (1, 1, 2, 8)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=True)
+    torch.testing.assert_close(out[:, 0], v[:, :, 0])
 
 
 def test_sinks_reach_the_kernel() -> None:

@@ -132,6 +132,13 @@ def test_bert_with_padding() -> None:
     agree_with_eager(make, inputs, "AutoModel", "last_hidden_state", mask.bool())
 
 
+@pytest.mark.parametrize("config", ["SplinterConfig", "MarkupLMConfig", "LayoutLMConfig"])
+def test_encoders_whose_layers_do_not_say_that_they_are_not_causal(config: str) -> None:
+    """Without padding they get no mask: every token sees every other all the same."""
+    make = lambda: getattr(transformers, config)(**ENCODER, vocab_size=64)  # noqa: E731
+    agree_with_eager(make, dict(input_ids=tokens(2, 9)), "AutoModel", "last_hidden_state")
+
+
 def test_vit() -> None:
     make = lambda: transformers.ViTConfig(**ENCODER, image_size=16, patch_size=4)  # noqa: E731
     agree_with_eager(make, dict(pixel_values=torch.randn(2, 3, 16, 16)), "AutoModel", "last_hidden_state")

@@ -8,7 +8,7 @@ other than plain causal and bidirectional ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,18 @@ class RuleMask:
         raise _not_numbers("added to something")
 
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+
+    def to(self, *target: Any, **keywords: Any) -> RuleMask:
+        """On another device, as for a model that is spread over several. There is no other dtype."""
+        asked: Any = torch._C._nn._parse_to(*target, **keywords)
+        device, dtype, *_ = asked
+        if dtype not in (None, torch.bool):
+            raise _not_numbers(f"converted to {dtype}")
+        if device is None:
+            return self
+        names = ("length", "padding", "documents", "cu_seqlens", "visible")
+        moved = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, device=device, **moved)
 
 
 def _not_numbers(what: str) -> UnsupportedAttention:
