@@ -93,12 +93,50 @@ def test_an_unsupported_pair_is_told_in_one_sentence(torch_version: str, triton_
         assert "\n" not in problem and problem.count(". ") == 0
 
 
-def test_the_sentence_is_a_warning_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tilewise/__init__.py` calls this; that importing tilewise brings no Triton is tested with the package."""
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "3.2.0")
-    with pytest.warns(UserWarning, match=r"tilewise supports torch 2\.11 .* has Triton 3\.2\.0"):
-        versions.check()
-    assert "_check_versions()" in (SOURCE / "__init__.py").read_text()
+def test_the_sentence_comes_before_what_an_old_torch_breaks() -> None:
+    printed = run(
+        """
+        import sys, warnings
+        import torch
+
+        torch.__version__ = "2.6.0"
+        sys.modules["tilewise.api"] = None  # stands for the first import that fails there
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                import tilewise
+            except ImportError:
+                print(*[x.message for x in caught if "tilewise supports" in str(x.message)])
+        """
+    )
+    assert "torch 2.11 or newer" in printed and "has torch 2.6.0" in printed
+
+
+@pytest.mark.parametrize(("package", "found"), [("triton", "Triton 3.2.0"), ("torch", "torch 2.9.0")])
+def test_the_sentence_is_a_warning_at_import(package: str, found: str) -> None:
+    """Once, with everything still importable and the tiled path at work."""
+    printed = run(
+        f"""
+        import importlib.metadata, importlib.util, warnings
+        import torch
+
+        version, find_spec = importlib.metadata.version, importlib.util.find_spec
+        importlib.metadata.version = lambda name: "3.2.0" if name == "triton" else version(name)
+        importlib.util.find_spec = lambda name, *rest: find_spec("torch" if name == "triton" else name, *rest)
+        if {package!r} == "torch":
+            importlib.metadata.version, torch.__version__ = version, "2.9.0"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import tilewise
+        importlib.util.find_spec = find_spec
+        told = [str(x.message) for x in caught if "tilewise supports" in str(x.message)]
+        print(*told, sep="\\n")
+        print(tilewise.attention(*torch.randn(3, 1, 4, 2, 8)).shape)
+        """
+    )
+    sentence, shape = printed.strip().splitlines()
+    assert "torch 2.11 or newer with Triton 3.6 or newer" in sentence and found in sentence
+    assert shape == "torch.Size([1, 4, 2, 8])"
 
 
 # ------------------------------------------------------------------------------------------------------- Triton's cache folder
