@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tilewise import UnsupportedAttention, attention, attention_varlen, masks
+from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, masks
 from tilewise.integrations.dtensor import allowed, sharded_dim
 
 from .small import Block
@@ -65,7 +65,7 @@ def check_dtensors() -> None:
 def check_lengths_and_packed_sequences() -> None:
     """Grouped heads beside lengths of each item in either layout, and packed sequences over their heads."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     q, k, v, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 6, 6, 8), (2, 7, 2, 8), (2, 7, 2, 5), (2, 6, 6, 5)))
@@ -91,6 +91,12 @@ def check_lengths_and_packed_sequences() -> None:
     out = attention_varlen(*parts, everywhere, everywhere, causal=True)
     assert out.placements == (Shard(1),)
     torch.testing.assert_close(out.full_tensor(), attention_varlen(*packed, offsets, offsets, causal=True))
+
+    query, *caches = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q[:, :1], k, v))  # a decoding step: each rank its heads
+    with pytest.raises(NotImplementedError, match="attention_cached"):
+        attention_with_kvcache(query, *caches)
+    token = DTensor.from_local(attention_with_kvcache(*(x.to_local() for x in (query, *caches))), mesh, [Shard(2)])
+    torch.testing.assert_close(token.full_tensor(), attention_with_kvcache(q[:, :1], k, v))
 
 
 def check_tensor_parallel_modules() -> None:
