@@ -140,9 +140,23 @@ def test_a_model_that_adds_its_mask_to_the_scores_is_refused() -> None:
         lambda: 1 - mask,
         lambda: mask[0],
         lambda: mask.to(torch.float32),
+        lambda: mask.float(),
+        lambda: mask < 0,
+        lambda: scores + mask.repeat(1, 4, 1, 1),
     ):
         with pytest.raises(UnsupportedAttention, match="attention interface"):
             misuse()
+
+
+def test_a_mask_may_be_moved_about_and_combined_as_booleans() -> None:
+    mask = build_mask(2, kv_length=5, **places(5))
+    visible = mask.dense()
+    assert torch.equal(mask.repeat(1, 4, 1, 1).reshape(-1, 5, 5).dense(), visible.repeat(1, 4, 1, 1).reshape(-1, 5, 5))
+    assert mask.squeeze(1).ndim == 3 and mask.is_floating_point() is False
+    assert torch.equal(~mask, ~visible)
+    other = torch.rand(2, 1, 5, 5) > 0.5
+    assert torch.equal(mask & other, visible & other) and torch.equal(other & mask, visible & other)
+    assert not hasattr(mask, "sum") and not hasattr(mask, "_something") and not hasattr(mask, "something")
 
 
 def test_a_mask_made_for_other_keys_is_read_as_its_tensor() -> None:

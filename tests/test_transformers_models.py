@@ -144,6 +144,15 @@ def test_vit() -> None:
     agree_with_eager(make, dict(pixel_values=torch.randn(2, 3, 16, 16)), "AutoModel", "last_hidden_state")
 
 
+def test_a_vision_model_that_pools_with_its_mask() -> None:
+    """SigLIP 2 repeats the mask over the heads of a module of torch's, and makes numbers of it by `where`."""
+    make = lambda: transformers.Siglip2VisionConfig(**ENCODER, patch_size=4, num_patches=16)  # noqa: E731
+    patches = torch.tensor([[1] * 16, [1] * 12 + [0] * 4])
+    shapes = torch.tensor([[4, 4], [3, 4]])
+    inputs = dict(pixel_values=torch.randn(2, 16, 48), pixel_attention_mask=patches, spatial_shapes=shapes)
+    agree_with_eager(make, inputs, "AutoModel", "pooler_output")
+
+
 def test_t5_with_its_relative_bias() -> None:
     make = lambda: transformers.T5Config(  # noqa: E731
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
