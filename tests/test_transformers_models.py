@@ -144,6 +144,16 @@ def test_vit() -> None:
     agree_with_eager(make, dict(pixel_values=torch.randn(2, 3, 16, 16)), "AutoModel", "last_hidden_state")
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("MptConfig", dict(d_model=32, n_layers=1, n_heads=4)), ("BloomConfig", dict(hidden_size=32, n_layer=1, n_head=4))]
+)
+def test_models_that_apply_their_mask_themselves_are_refused(kind: str, sizes: dict[str, int]) -> None:
+    """They would take what is visible for numbers to add, or for what is hidden."""
+    model = build(lambda: getattr(transformers, kind)(vocab_size=64, **sizes), "tilewise", torch.float32, "AutoModelForCausalLM")
+    with pytest.raises(UnsupportedAttention, match="attention interface"):
+        model(input_ids=tokens(2, 6), attention_mask=torch.tensor([[1] * 6, [0] * 2 + [1] * 4]))
+
+
 def test_a_vision_model_that_pools_with_its_mask() -> None:
     """SigLIP 2 repeats the mask over the heads of a module of torch's, and makes numbers of it by `where`."""
     make = lambda: transformers.Siglip2VisionConfig(**ENCODER, patch_size=4, num_patches=16)  # noqa: E731

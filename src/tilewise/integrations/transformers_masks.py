@@ -26,7 +26,6 @@ _LOGICAL = {
     torch.Tensor.__and__,
     torch.Tensor.__rand__,
     torch.Tensor.logical_and,
-    torch.Tensor.masked_fill,
 }
 
 
@@ -146,10 +145,11 @@ class RuleMask:
     __rand__ = __and__
 
     def to(self, *target: Any, **keywords: Any) -> RuleMask:
-        """On another device, as for a model that is spread over several. There is no other dtype."""
+        """On another device, as for a model that is spread over several. A model that asks for another dtype, or for booleans, takes the
+        mask for numbers, of which those that hide a key are not 0."""
         asked: Any = torch._C._nn._parse_to(*target, **keywords)
         device, dtype, *_ = asked
-        if dtype not in (None, torch.bool):
+        if dtype is not None:
             raise _not_numbers(f"converted to {dtype}")
         if device is None:
             return self
