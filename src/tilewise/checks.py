@@ -154,10 +154,9 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     if x is None:
         return None
     typed(name, x, Tensor)
-    if x.ndim == 3 and type(x).__name__ == "CausalBias":
+    if type(x).__module__ == "torch.nn.attention.bias":  # such a tensor stands for a rule: its memory holds nothing
         raise TypeError(
-            f"{name} is torch's CausalBias, which holds no values to read; use causal=True for causal_lower_right and "
-            "mask=masks.Causal(align='top_left') for causal_upper_left"
+            f"{name} is torch's {type(x).__name__}; give causal=True for causal_lower_right, mask=Causal('top_left') for causal_upper_left"
         )
     if boolean and x.dtype != torch.bool:
         raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")

@@ -433,6 +433,10 @@ def bitwise(op: str, a: Any, b: Any) -> Expr:
     a, b = _unify(a, b)
     if a.kind == "float":
         raise UnsupportedAttention(f"bitwise_{op} needs booleans or integers, not floating-point values")
+    for one, other in ((a, b), (b, a)):
+        source = one.graph.instructions[one.index]
+        if a.kind == "bool" and source.op == "const" and (op, source.value) in (("and", True), ("or", False)):
+            return other  # the constant is what a combination of masks starts from
     return _binary(op, a, b)
 
 
@@ -516,23 +520,16 @@ def _sign(x: Expr) -> Expr:
     return where(x > 0, 1.0, where(x < 0, -1.0, 0.0))
 
 
-def _constant(x: Expr, value: Any, dtype: torch.dtype | None = None, **_: Any) -> Expr:
-    """A constant among values like x: what functions that make a tensor of one are in a function of single values."""
-    return convert(x.graph.lift(value), x.kind if dtype is None else kind_of(dtype))
+def _like(x: Expr, fill_value: float, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    """A constant of x's kind, or of that of `dtype`."""
+    return x.graph.const(fill_value, x.kind if dtype is None else kind_of(dtype))
 
 
-def _new(value: float) -> Callable[..., Expr]:
-    return lambda x, *size, **options: _constant(x, value, **_scalar(size, options))
-
-
-def _scalar(size: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The options without the size, which must be that of one value."""
-    size = (*size, *([options["size"]] if "size" in options else []))
-    if any(len(part) if isinstance(part, (tuple, list)) else True for part in size):
-        raise UnsupportedAttention(
-            f"a tensor of size {size} is made inside the function, which sees one (query, key) pair at a time; use ()"
-        )
-    return {name: value for name, value in options.items() if name != "size"}
+def _new(x: Expr, size: Any, fill_value: float, **keywords: Any) -> Expr:
+    """`x.new_full(size, ...)`: one value for each pair, as every other one."""
+    if not isinstance(size, (tuple, list)) or len(size):
+        raise UnsupportedAttention(f"the function sees one (query, key) pair at a time: a tensor that it makes has size (), not {size}")
+    return _like(x, fill_value, **keywords)
 
 
 _NAMED: dict[str, Callable[..., Any]] = {
@@ -591,13 +588,13 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "long": lambda x: convert(x, "int"),
     "int": lambda x: convert(x, "int"),
     "bool": lambda x: convert(x, "bool"),
-    "zeros_like": lambda x, **options: _constant(x, 0, **options),
-    "ones_like": lambda x, **options: _constant(x, 1, **options),
-    "full_like": lambda x, fill_value, **options: _constant(x, fill_value, **options),
-    "new_zeros": _new(0),
-    "new_ones": _new(1),
-    "new_full": lambda x, size, fill_value, **options: _constant(x, fill_value, **_scalar((size,), options)),
-    "new_tensor": lambda x, data, **options: _constant(x, data, **options),
+    "zeros_like": partial(_like, fill_value=0),
+    "ones_like": partial(_like, fill_value=1),
+    "full_like": _like,
+    "new_zeros": partial(_new, fill_value=0),
+    "new_ones": partial(_new, fill_value=1),
+    "new_full": _new,
+    "new_tensor": _like,
 }
 SUPPORTED = tuple(sorted(_NAMED))
 _ALIASES = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
 from ..checks import broadcasts, check_finite, typed
@@ -34,7 +33,7 @@ def scaled_dot_product_attention(
         key: ``(..., H, S, E)``. Leading dimensions broadcast against those of ``query``.
         value: ``(..., H, S, Ev)``.
         attn_mask: broadcasts to ``(..., Hq, L, S)``; bool with True = takes part, or floating and added to the scores. Never copied. Or
-            torch's ``causal_lower_right(L, S)`` or ``causal_upper_left(L, S)``.
+            ``torch.nn.attention.bias.causal_lower_right(L, S)`` or ``causal_upper_left(L, S)``.
         dropout_p: probability in [0, 1) of dropping a probability; the bits come from torch's generator but are not torch's.
         is_causal: query i sees keys j <= i.
         scale: default ``1 / sqrt(E)``.
@@ -60,9 +59,9 @@ def scaled_dot_product_attention(
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have rank 2 or more, (..., L, E)")
     q, k, v = _broadcast(query, key, value, enable_gqa)
     lower_right = False
-    if type(attn_mask).__name__ == "CausalBias":
-        lower_right = _lower_right(attn_mask, is_causal, q.shape[-2], k.shape[-2])
-        attn_mask, is_causal = None, not lower_right
+    if isinstance(attn_mask, CausalBias):  # stands for a triangle; the memory of this tensor holds nothing
+        upper_left, lower_right = _triangle(attn_mask, q.shape[-2], k.shape[-2])
+        is_causal, attn_mask = is_causal or upper_left, None
     mask = None if attn_mask is None else _matrix(attn_mask, (*q.shape[:-1], k.shape[-2]))
     if scale is not None:
         check_finite("scale", scale)
@@ -74,6 +73,8 @@ def scaled_dot_product_attention(
             if mask is not None and mask.shape[-1] == num_keys:
                 mask = mask[..., :num_queries]
         window_right = max(num_queries - num_keys, 0)  # j <= i, counted from p = i + num_keys - num_queries
+    if lower_right:
+        window_right = 0
     leading = q.shape[max(4 - max(x.ndim for x in inputs.values()), 0) : -2]
     folding = _Folding(q, mask)
     q, k, v = folding.fold(q), folding.fold(k), folding.fold(v)
@@ -114,16 +115,14 @@ def _jagged(
     )
 
 
-def _lower_right(bias: Any, is_causal: bool, num_queries: int, num_keys: int) -> bool:
-    """Whether torch's CausalBias, which says how causal order is aligned and holds no values, is `causal_lower_right`."""
-    if is_causal:
-        raise ValueError("attn_mask is a CausalBias, which says how causal order is aligned, and is_causal=True; pass one of them")
+def _triangle(bias: CausalBias, num_queries: int, num_keys: int) -> tuple[bool, bool]:
+    """Whether the bias is aligned to the first query and key, and whether to the last."""
     if (bias.seq_len_q, bias.seq_len_kv) != (num_queries, num_keys):
         raise ValueError(
-            f"attn_mask is a CausalBias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys, and the call has {num_queries} and "
-            f"{num_keys}; build it for these"
+            f"attn_mask is a causal bias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, and the call has {num_queries} and "
+            f"{num_keys}; make one of these sizes"
         )
-    return bias.variant.name == "LOWER_RIGHT"
+    return bias.variant == CausalVariant.UPPER_LEFT, bias.variant == CausalVariant.LOWER_RIGHT
 
 
 def _matrix(attn_mask: Tensor, wanted: tuple[int, ...]) -> Tensor:

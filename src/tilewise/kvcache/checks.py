@@ -199,7 +199,7 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
                 )
             if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
                 raise UnsupportedAttention(
-                    f"{name} carries a tangent, and attention_with_kvcache is for inference: take its primal, or use tilewise.attention"
+                    f"{name} carries a tangent, and attention_with_kvcache is for inference: detach {name}, or use tilewise.attention"
                 )
     if not torch.is_grad_enabled():
         return
