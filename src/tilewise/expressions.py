@@ -26,6 +26,9 @@ VARIABLES = {
     **dict.fromkeys(("score", "score_tangent", "grad", "grad_tangent"), "float"),
     **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "p"), "int"),
 }
+_RANDOM = frozenset(
+    ("rand", "randn", "randint", "normal", "bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "dropout")
+)
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _DTYPE = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
 
@@ -73,6 +76,8 @@ class Graph:
     def const(self, value: bool | int | float, kind: str | None = None) -> Expr:
         if kind is None:
             kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise ValueError(f"a function of scores or masks uses the integer {value}; its integers have 64 bits")
         cast: Callable[[Any], Any] = float if kind == "float" else int if kind == "int" else bool
         return self.add("const", value=cast(value), kind=kind)
 
@@ -287,6 +292,11 @@ class Tracing(TorchFunctionMode):
         for argument in args:
             if isinstance(argument, Expr) or (isinstance(argument, tuple) and any(isinstance(item, Expr) for item in argument)):
                 return _function(func.__name__)(*args, **(kwargs or {}))
+        if func.__name__ in _RANDOM:
+            raise UnsupportedAttention(
+                f"{func.__name__} would be drawn once and be the same number for every (query, key) pair; use dropout_p, or read a tensor "
+                "that was drawn outside the function"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -476,17 +486,17 @@ def to(x: Any, *args: Any, **kwargs: Any) -> Expr:
 
 def index(graph: Graph, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
     """An element of a captured tensor; negative indices count from the end, an index outside reads NaN (0 or False)."""
+    if any(position is None or position is Ellipsis or isinstance(position, slice) for position in indices):
+        raise UnsupportedAttention(
+            "captured tensors are indexed by one integer for each dimension, not by slices, None or ...; slice the tensor outside the "
+            "function"
+        )
     if len(indices) > tensor.ndim:
         raise IndexError(f"too many indices for a captured tensor of shape {tuple(tensor.shape)}")
     if len(indices) < tensor.ndim:
         return PartlyIndexed(graph, tensor, indices)
     lifted = []
     for position in indices:
-        if position is None or position is Ellipsis or isinstance(position, slice):
-            raise UnsupportedAttention(
-                "captured tensors are indexed by one integer for each dimension, not by slices, None or ...; "
-                "slice the tensor outside the function"
-            )
         number = graph.lift(position)
         if number.kind != "int":
             raise UnsupportedAttention(f"captured tensors are indexed by integers, not by a {number.kind}; convert with .to(torch.int64)")

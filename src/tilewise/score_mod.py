@@ -210,6 +210,26 @@ class _Reader:
         return self.graph.load(int(name[1:]), _KINDS[name[0]], indices)
 
 
+def check_reads(text: str, captured: Sequence[Tensor], batch: int, heads: int) -> None:
+    """Refuses a captured tensor that is indexed by b or h itself and has fewer places there: reads outside a tensor give NaN, 0 or False,
+    and equal zeros would make a mask of ids show everything."""
+    if not text or torch.compiler.is_compiling():
+        return
+    instructions = Program.parse(text).instructions
+    for instruction in instructions:
+        if instruction.op != "load":
+            continue
+        shape = captured[instruction.value].shape
+        for dim, (size, position) in enumerate(zip(shape, instruction.args, strict=True)):
+            index = instructions[position]
+            count = {"b": batch, "h": heads}.get(index.value) if index.op == "var" else None
+            if count is not None and size < count:
+                raise ValueError(
+                    f"a function of scores or masks reads a captured tensor of shape {tuple(shape)} at index {index.value} in dimension "
+                    f"{dim}, and {index.value} runs to {count - 1}; expand the tensor there, or index it with 0 if one entry serves all"
+                )
+
+
 # ------------------------------------------------------------------------------------------------------------------ evaluation
 
 

@@ -9,6 +9,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ..api import attention
 from ..checks import broadcasts, check_finite, typed
 from ..errors import UnsupportedAttention
+from ..masks import Causal
 
 
 def scaled_dot_product_attention(
@@ -28,6 +29,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: ``(..., Hq, L, E)``; fewer dimensions, ``(L, E)`` or ``(Hq, L, E)``, will do. float16, bfloat16, float32 (float64 on CPU).
+            Or nested, of layout torch.jagged, ``(B, Hq, j, E)``, as key and value then are, without ``attn_mask``.
         key: ``(..., H, S, E)``. Leading dimensions broadcast against those of ``query``.
         value: ``(..., H, S, Ev)``.
         attn_mask: broadcasts to ``(..., Hq, L, S)``; bool with True = takes part, or floating and added to the scores. Never copied. Or
@@ -49,6 +51,8 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([2, 8, 16, 64])
     """
+    if isinstance(query, Tensor) and query.is_nested:
+        return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     inputs = {"query": query, "key": key, "value": value}
     for name, x in inputs.items():
         if typed(name, x, Tensor).ndim < 2:
@@ -61,7 +65,7 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else _matrix(attn_mask, (*q.shape[:-1], k.shape[-2]))
     if scale is not None:
         check_finite("scale", scale)
-    window_right = -1
+    window_right = 0 if lower_right else -1
     if is_causal:
         num_queries, num_keys = q.shape[-2], k.shape[-2]
         if num_queries < num_keys:  # keys past the last query are seen by none
@@ -87,6 +91,28 @@ def scaled_dot_product_attention(
         layout="bhsd",
     )
     return folding.unfold(out).reshape(*leading, *out.shape[2:])
+
+
+def _jagged(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Nested tensors of layout torch.jagged, (B, Hq, j, E): each item attends within itself."""
+    if attn_mask is not None:
+        raise UnsupportedAttention(
+            "attn_mask was given with nested tensors; give a rule that counts inside each sequence to tilewise.attention, as mask="
+        )
+    # Where both have the same lengths, the two alignments are one.
+    same = isinstance(key, Tensor) and key.is_nested and query.shape[-2] == key.shape[-2]
+    return attention(
+        query,
+        key,
+        value,
+        causal=is_causal and same,
+        mask=Causal(align="top_left") if is_causal and not same else None,
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        layout="bhsd",
+    )
 
 
 def _triangle(bias: CausalBias, num_queries: int, num_keys: int) -> tuple[bool, bool]:

@@ -65,6 +65,8 @@ def attention_forward(
     probabilities never exist. Raises UnsupportedAttention for what the call cannot express.
     """
     _refuse(attention_mask, kwargs)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k belong together: with one alone, packed sequences would see each other")
     num_queries, num_keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     offsets = None if cu_seq_lens_q is None or cu_seq_lens_k is None else (cu_seq_lens_q, cu_seq_lens_k)
@@ -111,7 +113,13 @@ def attention_forward(
 
 def _left(sliding_window: int | None, causal: bool, num_keys: int) -> int:
     """How many keys before its own a query sees, in a call that came without a mask."""
-    if sliding_window is None or num_keys <= sliding_window:
+    if sliding_window is None:
+        return -1
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
+        raise ValueError(
+            f"sliding_window is {sliding_window!r}; it must be how many keys a query sees, its own included: 1 or more, or None for all"
+        )
+    if num_keys <= sliding_window:
         return -1
     if not causal:
         raise UnsupportedAttention(
@@ -127,6 +135,13 @@ def _refuse(attention_mask: Any, kwargs: dict[str, Any]) -> None:
         raise UnsupportedAttention(
             f"attention_mask is of type {type(attention_mask).__name__}; tilewise takes a boolean or floating tensor of shape "
             "(B, 1 or Hq, Sq, Sk), or what its registered mask builder returns"
+        )
+    if isinstance(attention_mask, Tensor) and (
+        attention_mask.ndim != 4 or not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point())
+    ):
+        raise UnsupportedAttention(
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; it must be boolean, True = visible, or "
+            "floating and added to the scores, and (B, 1 or Hq, Sq, Sk): a padding mask (B, Sk) is attention_mask.bool()[:, None, None]"
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedAttention(

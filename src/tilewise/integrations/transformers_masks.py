@@ -151,7 +151,7 @@ class RuleMask:
         device, dtype, *_ = asked
         if dtype is not None:
             raise _not_numbers(f"converted to {dtype}")
-        if device is None:
+        if device in (None, self.device):
             return self
         names = ("length", "padding", "documents", "cu_seqlens", "visible")
         moved = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}

@@ -32,7 +32,7 @@ from .chunks import (
 from .philox import in_threads, write_keep_mask
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype).view(INTEGERS[dtype]).item() for dtype in INTEGERS}
+INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype, device="cpu").view(INTEGERS[dtype]).item() for dtype in INTEGERS}
 PHILOX_STEP = 1 << 17  # probabilities whose dropout one thread of a CPU draws at once: the generator's integers stay in its L2 cache
 
 # On a CPU the scores of a step stay near the caches; elsewhere a step must be long compared with the launch of a dozen kernels.
