@@ -6,6 +6,7 @@ looks at them and skips what is hidden, and other devices, which would have to w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +18,10 @@ from ..plan import Operands, Rules, accumulator_dtype
 
 if TYPE_CHECKING:
     from ..block_mask import TileLists
+    from ..score_mod import Memory
 
 NEG_INF = float("-inf")
+TAME = 2.0**40
 
 
 class TileSizes(NamedTuple):
@@ -84,9 +87,12 @@ class Chunk:
     lengths: tuple[Tensor, Tensor] | None  # (B, 1, 1, 1): the true lengths where the host must not read them, else None
     host: bool  # the host may read values without waiting for a device
     tiles: TileSizes
-    dtype: torch.dtype
+    dtype: torch.dtype  # of scores, sums and state
+    factor_dtype: torch.dtype  # of the factors of what is added to outputs and gradients
+    tame: bool  # no product can be infinite or NaN: see `tame`
     place: Place
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+    memory: Memory | None = None  # of the score function's results
 
     @property
     def offset(self) -> int | Tensor:
@@ -112,14 +118,12 @@ class Chunk:
         rows = self.part(x, i)
         return rows if x.shape[3] == 1 else j.take(rows, 3)
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory that every step uses again: fresh pages for each tile would cost more than the arithmetic on it."""
-        size = 1
-        for n in shape:
-            size *= n
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.t.q.device)
-        return self.buffers[name][:size].view(shape)
+        key, size = (name, dtype or self.dtype), math.prod(shape)
+        if key not in self.buffers or self.buffers[key].numel() < size:
+            self.buffers[key] = torch.empty(size, dtype=key[1], device=self.t.q.device)
+        return self.buffers[key][:size].view(shape)
 
     def per_head(self, x: Tensor) -> Tensor:
         """(C, R, n) as the matrix products see it -> (B, H, M, n)."""
@@ -133,13 +137,27 @@ class Chunk:
         return x.reshape(batch * heads // fold, fold * rows, width)
 
 
+def tame(t: Operands, dout: Tensor | None = None) -> bool:
+    """Whether all factors are far from the range's ends, as far as the host may know.
+
+    Then no score or dP is infinite or NaN, and what a bias of -inf hides needs no selecting away: its probability is 0 of itself, and 0
+    times what it meets is 0. Else the bias must be searched for -inf, at the price of a tenth of the pass.
+    """
+    if t.bias is None or not host_reads(t.q.device):
+        return False
+    factors = [x for x in (t.q, t.k, t.v, dout, t.alibi_slopes) if x is not None and x.numel()]
+    return all(bool(x.amax() < TAME) and bool(x.amin() > -TAME) for x in factors)
+
+
 def host_reads(device: torch.device) -> bool:
     """Whether the host may read a tensor's values without waiting for a device."""
     return device.type == "cpu"
 
 
-def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> Iterator[Chunk]:
-    """Cuts batch and heads so that one step has about `limit.scores` scores."""
+def chunks(
+    t: Operands, r: Rules, limit: TileSizes, place: Place = Place(), factor_dtype: torch.dtype | None = None, tame: bool = False
+) -> Iterator[Chunk]:
+    """Cuts batch and heads so that one step has about `limit.scores` scores. `factor_dtype`: default that of the sums."""
     batch, heads, seqlen_q, _ = t.q.shape
     kv_heads, seqlen_k = t.k.shape[1:3]
     if batch == 0 or heads == 0:
@@ -150,7 +168,8 @@ def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> I
     ragged = any(x is not None for x in used)
 
     lists = t.blocks if host else None  # elsewhere reading them would mean waiting
-    block_m = max(1, min(limit.block_m, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
+    rows = limit.block_m if r.window_left < 0 else limit.block_m // 2  # a step at each end of a window has about as many hidden keys
+    block_m = max(1, min(rows, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
     if lists is not None:
         block_m = min(block_m, lists.block_m)
     block_n = max(1, min(seqlen_k, max(limit.block_n, min(16 * limit.block_n, limit.block_m * limit.block_n // block_m))))
@@ -186,6 +205,9 @@ def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> I
                 host=host,
                 tiles=TileSizes(block_m, block_n, limit.scores),
                 dtype=accumulator_dtype(t.q.dtype),
+                factor_dtype=factor_dtype or accumulator_dtype(t.q.dtype),
+                tame=tame,
+                memory=memory_of_programs() if r.score_mod else None,
                 place=place,
             )
 
@@ -279,10 +301,25 @@ def hiding_conditions(c: Chunk, i: slice, j: Keys, masked: bool) -> Iterator[Ten
         yield ~c.tile(t.mask, i, j)
     if t.bias is not None:
         bias = c.tile(t.bias, i, j)
-        if not c.host or not bias.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
+        if not c.host or bias_hides(c, bias):
             yield bias == NEG_INF
     if r.mask_mod and masked:
         yield ~program(r.mask_mod).evaluate(indices(c, i, j), t.captured)
+
+
+def bias_hides(c: Chunk, bias: Tensor) -> bool:
+    """Whether a tile of the bias has a -inf of which the host must know; for tame factors, whether it seems to hide the whole tile."""
+    if c.tame:
+        corners = bias[..., :: max(1, bias.shape[2] - 1), :: max(1, bias.shape[3] - 1)]
+        if corners.amax() > NEG_INF:
+            return False
+    return not bool(bias.amin() > NEG_INF)  # the minimum costs a fraction of the comparison
+
+
+def memory_of_programs() -> Memory:
+    from ..score_mod import Memory  # few calls have one
+
+    return Memory()
 
 
 def program(text: str) -> Any:

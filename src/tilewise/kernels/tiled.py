@@ -7,12 +7,13 @@ several heads (and batch items) at once, so that each torch call has enough work
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
+from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, accumulator_dtype
 from . import packed
 from .chunks import (
     NEG_INF,
@@ -28,6 +29,7 @@ from .chunks import (
     pieces,
     program,
     query_tiles,
+    tame,
 )
 from .philox import in_threads, write_keep_mask
 
@@ -36,36 +38,51 @@ INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype).view(INTEGERS[dtype]).item
 PHILOX_STEP = 1 << 17  # probabilities whose dropout one thread of a CPU draws at once: the generator's integers stay in its L2 cache
 
 # On a CPU the scores of a step stay near the caches; elsewhere a step must be long compared with the launch of a dozen kernels.
-CPU_TILES = TileSizes(block_m=256, block_n=512, scores=1 << 20)
+CPU_TILES = TileSizes(block_m=512, block_n=512, scores=1 << 20)
 DEVICE_TILES = TileSizes(block_m=1024, block_n=1024, scores=1 << 24)
+
+
+def factor_dtype(t: Operands) -> torch.dtype:
+    """What factors of products are: the inputs' own bfloat16 where the CPU has units for that, else the dtype of sums.
+
+    They are up to four times as fast, float32 products being most of the time otherwise. No CPU that torch knows gains by float16.
+    """
+    bfloat16 = t.q.device.type == "cpu" and t.q.dtype == torch.bfloat16 and bfloat16_units()
+    return torch.bfloat16 if bfloat16 else accumulator_dtype(t.q.dtype)
+
+
+@functools.cache
+def bfloat16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in units of their own."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
 
 
 def tile_sizes(device: torch.device) -> TileSizes:
     return CPU_TILES if device.type == "cpu" else DEVICE_TILES
 
 
-def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None) -> Tensor:
-    """(C, R, D): a tile of q, out or dout in the accumulator dtype; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
-    tile = x[c.b, c.heads, i].to(c.dtype)
+def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """(C, R, D): a tile of q, out or dout in `dtype`, default that of the sums; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
+    tile = x[c.b, c.heads, i].to(dtype or c.dtype)
     if hidden is not None:
         tile = tile.masked_fill(hidden, 0.0)
-    return c.per_key_tile(tile)
+    return c.per_key_tile(tile).contiguous()
 
 
-def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
-    """(C, N, D): a tile of k or v in the accumulator dtype. Keys hidden from the whole tile are 0: a NaN there must meet no product."""
-    own = x[c.b, c.kv_heads]
+def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """(C, N, D): a tile of k or v in `dtype`, default that of the sums. Keys hidden from all of it are 0: a NaN must meet no product."""
+    own, dtype = x[c.b, c.kv_heads], dtype or c.dtype
     if len(j.runs) == 1:
-        tile = own[:, :, j.runs[0]].to(c.dtype)
+        tile = own[:, :, j.runs[0]].to(dtype)
     else:
-        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.width, own.shape[3])
+        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.width, own.shape[3], dtype=dtype)
         for run, span in j.spans():
             tile[:, :, span] = own[:, :, run]
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
         tile = tile.masked_fill(hidden.view(torch.uint8).amin(2).view(torch.bool).unsqueeze(-1), 0.0)
-    return tile.flatten(0, 1)
+    return tile.flatten(0, 1).contiguous()  # of strided factors torch makes copies of its own, for each product
 
 
 class Scores(NamedTuple):
@@ -80,21 +97,23 @@ class Scores(NamedTuple):
 def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: Keys, hidden: Tensor | None, keep: bool = False) -> Scores:
     """Scaled products, softcap, bias, ALiBi, score function, mask; `q` (C, R, D) carries the scale. `keep` is for the backward pass."""
     t, r, tanh, raw = c.t, c.r, None, None
-    s = torch.bmm(q, k.mT, out=c.buffer("s", *q.shape[:2], k.shape[1]))
+    s = product(c, "s", q, k.mT)
     if r.softcap > 0:
         s.div_(r.softcap).tanh_()
         tanh = c.buffer("tanh", *s.shape).copy_(s) if keep else None
         s.mul_(r.softcap)
     tile = c.per_head(s)  # (B, H, M, N), the same memory
     if t.bias is not None:
-        tile.add_(c.tile(t.bias, i, j))
+        bias = c.tile(t.bias, i, j)
+        tile.add_(bias if bias.dtype == c.dtype else c.buffer("bias", *bias.shape).copy_(bias))  # a sum of two dtypes takes twice as long
     if t.alibi_slopes is not None:
         tile.addcmul_(c.part(t.alibi_slopes)[..., None, None].to(c.dtype), distances(c, i, j), value=-1)
     if r.score_mod:
-        raw = tile.clone() if keep else tile
-        tile.copy_(program(r.score_mod).evaluate({"score": raw, **indices(c, i, j)}, t.captured))
-        masked = tile == NEG_INF
-        hidden = masked if hidden is None else masked | hidden
+        raw = c.buffer("raw", *tile.shape).copy_(tile) if keep else tile
+        tile.copy_(program(r.score_mod).evaluate({"score": raw, **indices(c, i, j)}, t.captured, c.memory))
+        if not c.host or not tile.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
+            masked = tile == NEG_INF
+            hidden = masked if hidden is None else masked | hidden
     if hidden is not None:
         hide(tile, hidden)
     return Scores(s, hidden, tanh, raw)
@@ -124,9 +143,25 @@ def finite(m: Tensor) -> Tensor:
     return m.masked_fill(m == NEG_INF, 0.0)
 
 
-def accumulate(o: Tensor, alpha: Tensor, p: Tensor, v: Tensor) -> None:
+def accumulate(o: Tensor, alpha: Tensor, pv: Tensor) -> None:
     """o <- alpha * o + p v."""
-    o.mul_(alpha).baddbmm_(p, v)
+    o.mul_(alpha).add_(pv)
+
+
+def product(c: Chunk, name: str, a: Tensor, b: Tensor) -> Tensor:
+    """a b in the dtype of sums, in a buffer of that name.
+
+    Torch rounds the product of narrow factors to their dtype, so only what a tile adds to an output or a gradient is made of them, not
+    scores and dP, whose errors would grow with their size. (A product that adds to its result takes a third longer than both steps.)
+    """
+    shape = (*a.shape[:2], b.shape[2])
+    ab = torch.bmm(a, b, out=c.buffer(name, *shape, dtype=a.dtype))
+    return ab if a.dtype == c.dtype else c.buffer(name, *shape).copy_(ab)
+
+
+def as_factor(c: Chunk, x: Tensor) -> Tensor:
+    """p or dS as a factor of products; a buffer holds the last one that had to be rounded."""
+    return x if x.dtype == c.factor_dtype else c.buffer("factor", *x.shape, dtype=c.factor_dtype).copy_(x)
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -183,7 +218,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
 
 def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
     """Fills `out`, but for what is summed over queries or batch items: adds to that."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, factor_dtype(t), tame(t)):
         for i in query_tiles(c):
             forward_tile(c, i, out)
         rest = slice(c.len_q, t.q.shape[2])
@@ -205,7 +240,7 @@ def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
         p, alpha = online_softmax_update(s, m, l)
         if r.dropout_p > 0:
             as_bits(p).bitwise_and_(dropout_bits(c, p, i, j))
-        accumulate(o, alpha, p, load_keys(c, t.v, j, hidden))
+        accumulate(o, alpha, product(c, "pv", as_factor(c, p), load_keys(c, t.v, j, hidden, c.factor_dtype)))
 
     if out.max_logits is not None:
         best = out.max_logits[c.heads]
@@ -294,7 +329,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
 
 def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients, place: Place) -> None:
     """Fills dq, dk and dv, and adds to the gradients of parameters."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, factor_dtype(t), tame(t, cot.dout)):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
         for i in query_tiles(c):
@@ -303,6 +338,8 @@ def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads:
             grads.dq[c.b, c.heads, c.len_q :].zero_()
         for grad, total in zip((grads.dk, grads.dv), totals, strict=True):
             if grad is not None and total is not None:
+                if grad is grads.dk:
+                    total.mul_(r.softmax_scale)
                 grad[c.b, c.kv_heads] = total.view(grad[c.b, c.kv_heads].shape)
 
 
@@ -313,6 +350,7 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
     empty = lse == NEG_INF
     lse = finite_or_empty(c, lse)
     q = load_queries(c, t.q, i, empty) * r.softmax_scale
+    q_factor = load_queries(c, t.q, i, empty, c.factor_dtype)
     dout = None if cot.dout is None else load_queries(c, cot.dout, i, empty)
     weight = row_weights(c, i, q, lse)
     delta = row_terms(c, i, q, lse, empty, dout, saved, cot, weight)
@@ -324,6 +362,7 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
     if dout is not None and r.dropout_p > 0:
         dout = dout / (1.0 - r.dropout_p)
 
+    dout_factor = None if dout is None else dout.to(c.factor_dtype)
     dq = torch.zeros_like(q)
     need_ds = dk is not None or any(x is not None for x in (grads.dq, grads.dbias, grads.dalibi_slopes, *grads.dcaptured))
     for j, hidden in key_tiles(c, i):
@@ -337,21 +376,22 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
         dp = None
         if dout is not None and need_ds:
             v = load_keys(c, t.v, j, tile.hidden)
-            dp = torch.bmm(dout, v.mT, out=c.buffer("dp", *p.shape))
+            dp = product(c, "dp", dout, v.mT)
             if kept is not None:
                 as_bits(dp).bitwise_and_(kept)
         if need_ds:
             ds = score_gradients(c, p, dp, daux, delta)
-            if r.score_mod:
-                k = load_keys(c, t.k, j, tile.hidden)
+            if r.score_mod or c.factor_dtype != c.dtype:
+                k = load_keys(c, t.k, j, tile.hidden, c.factor_dtype)
             add_parameter_gradients(c, i, j, tile, ds, grads)
-            dq.baddbmm_(ds, k)
+            ds = as_factor(c, ds)
+            dq.add_(product(c, "dq", ds, k))
             if dk is not None:
-                add_to_keys(c, dk, ds, q, j)
-        if dv is not None and dout is not None:
+                add_to_keys(c, dk, ds, q_factor, j)
+        if dv is not None and dout_factor is not None:
             if kept is not None:
                 as_bits(p).bitwise_and_(kept)
-            add_to_keys(c, dv, p, dout, j)
+            add_to_keys(c, dv, as_factor(c, p), dout_factor, j)
     if grads.dq is not None:
         grads.dq[c.b, c.heads, i] = c.per_head(dq.mul_(r.softmax_scale))
 
@@ -426,13 +466,16 @@ def add_parameter_gradients(c: Chunk, i: slice, j: Keys, tile: Scores, ds: Tenso
     t, r = c.t, c.r
     ds_tile = c.per_head(ds)
     if r.score_mod:
-        dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile.clone(), grads.dcaptured)
+        dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile, grads.dcaptured, c.memory)
         ds_tile.copy_(dscore)
     if grads.dbias is not None:
         rows = c.part(grads.dbias, i)
         for run, span in j.spans():
-            total = rows if rows.shape[3] == 1 else rows[..., run]
-            total.add_(ds_tile[..., span].sum_to_size(total.shape))
+            total, part = rows if rows.shape[3] == 1 else rows[..., run], ds_tile[..., span]
+            if total.dtype != c.dtype:  # of full size: no other tile has a part in it, and torch takes five times as long for a 16-bit sum
+                total.copy_(part)
+            else:
+                total.add_(part.sum_to_size(total.shape))
     if grads.dalibi_slopes is not None:
         total = c.part(grads.dalibi_slopes)
         total.sub_((ds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))
@@ -449,9 +492,8 @@ def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> No
 
 def add_to_keys(c: Chunk, total: Tensor, x: Tensor, rows: Tensor, j: Keys) -> None:
     """total[:, j] += x^T rows, for x (C, R, N) and rows (C, R, D), summed over the query heads of each key head."""
+    each = product(c, "keys", x.mT, rows)
+    if c.own_keys:
+        each = each.unflatten(0, (-1, c.group)).sum(1)
     for run, span in j.spans():
-        part, x_run = total[:, run], x[..., span]
-        if c.own_keys:
-            part.add_(torch.bmm(x_run.mT, rows).unflatten(0, (-1, c.group)).sum(1))
-        else:
-            part.baddbmm_(x_run.mT, rows)
+        total[:, run].add_(each[:, span])
