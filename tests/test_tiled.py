@@ -157,7 +157,8 @@ def visited(t: Operands, r: Rules) -> tuple[Tensor, int]:
     for c in chunks.chunks(t, r, SMALL):
         for i in chunks.query_tiles(c):
             for j, hidden in chunks.key_tiles(c, i):
-                tile = seen[c.b, c.heads, i, j.start : j.stop]
+                assert i.listed is None and j.one_run is not None
+                tile = seen[c.b, c.heads, i.runs[0], j.one_run]
                 tile += 1 if hidden is None else (~hidden).long()
                 computed += tile.numel()
     return seen, computed
@@ -361,7 +362,7 @@ def test_a_bias_skips_tiles_that_it_hides() -> None:
     )
     computed = [
         sum(
-            (i.stop - i.start) * j.width
+            i.rows * j.width
             for c in chunks.chunks(t, Rules(1.0), SMALL, tame=tame)
             for i in chunks.query_tiles(c)
             for j, _ in chunks.key_tiles(c, i)

@@ -18,7 +18,6 @@ from . import packed
 from .chunks import (
     NEG_INF,
     Chunk,
-    Keys,
     Place,
     TileSizes,
     chunks,
@@ -26,12 +25,12 @@ from .chunks import (
     host_reads,
     indices,
     key_tiles,
-    pieces,
     program,
     query_tiles,
     tame,
 )
 from .philox import in_threads, write_keep_mask
+from .steps import Keys, Queries, pieces
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype).view(INTEGERS[dtype]).item() for dtype in INTEGERS}
@@ -61,9 +60,9 @@ def tile_sizes(device: torch.device) -> TileSizes:
     return CPU_TILES if device.type == "cpu" else DEVICE_TILES
 
 
-def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def load_queries(c: Chunk, x: Tensor, i: Queries, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """(C, R, D): a tile of q, out or dout in `dtype`, default that of the sums; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
-    tile = x[c.b, c.heads, i].to(dtype or c.dtype)
+    tile = c.take(x, i).to(dtype or c.dtype)
     if hidden is not None:
         tile = tile.masked_fill(hidden, 0.0)
     return c.per_key_tile(tile).contiguous()
@@ -71,13 +70,11 @@ def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None, dt
 
 def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """(C, N, D): a tile of k or v in `dtype`, default that of the sums. Keys hidden from all of it are 0: a NaN must meet no product."""
-    own, dtype = x[c.b, c.kv_heads], dtype or c.dtype
-    if len(j.runs) == 1:
-        tile = own[:, :, j.runs[0]].to(dtype)
-    else:
-        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.width, own.shape[3], dtype=dtype)
-        for run, span in j.spans():
-            tile[:, :, span] = own[:, :, run]
+    own, memory = x[c.b, c.kv_heads], None
+    if j.one_run is None and (x is c.t.k or x is c.t.v):
+        count = len(j.runs) * j.width
+        memory = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], count, own.shape[3], dtype=x.dtype)
+    tile = j.take(own, 2, memory).to(dtype or c.dtype)
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
@@ -94,7 +91,7 @@ class Scores(NamedTuple):
     raw: Tensor | None  # (B, H, M, N): what score_mod saw
 
 
-def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: Keys, hidden: Tensor | None, keep: bool = False) -> Scores:
+def scores(c: Chunk, q: Tensor, k: Tensor, i: Queries, j: Keys, hidden: Tensor | None, keep: bool = False) -> Scores:
     """Scaled products, softcap, bias, ALiBi, score function, mask; `q` (C, R, D) carries the scale. `keep` is for the backward pass."""
     t, r, tanh, raw = c.t, c.r, None, None
     s = product(c, "s", q, k.mT)
@@ -175,7 +172,7 @@ def hide(s: Tensor, hidden: Tensor) -> None:
     as_bits(s).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(INF_BITS[s.dtype]))
 
 
-def dropout_bits(c: Chunk, x: Tensor, i: slice, j: Keys) -> Tensor:
+def dropout_bits(c: Chunk, x: Tensor, i: Queries, j: Keys) -> Tensor:
     """For the scores `x` of a tile: integers with all bits 1 where dropout keeps the probability, else 0."""
     assert c.t.dropout_seed is not None  # dropout_p > 0
     index, bits = indices(c, i, j), as_bits(c.buffer("keep", *x.shape))
@@ -183,9 +180,10 @@ def dropout_bits(c: Chunk, x: Tensor, i: slice, j: Keys) -> Tensor:
     seed, dropout_p = c.t.dropout_seed, c.r.dropout_p
 
     def draw(rows: slice) -> None:
-        for run, span in j.spans():
-            q_index = index["q_idx"][:, :, rows]
-            write_keep_mask(tile[:, :, rows, span], seed, dropout_p, index["b"], index["h"], q_index, run.start, run.stop)
+        for n, run, span in j.spans():
+            own = slice(None) if len(j.runs) == 1 else slice(n, n + 1)
+            q_index = index["q_idx"][own, :, rows]
+            write_keep_mask(tile[own, :, rows, span], seed, dropout_p, index["b"], index["h"], q_index, run.start, run.stop)
 
     if c.host:
         in_threads(draw, list(pieces(0, tile.shape[2], max(1, PHILOX_STEP // tile[:, :, 0].numel()))))
@@ -228,7 +226,7 @@ def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
             out.entropy[c.b, c.heads, rest].zero_()
 
 
-def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
+def forward_tile(c: Chunk, i: Queries, out: Outputs) -> None:
     """Output and LSE of one tile of queries."""
     t, r = c.t, c.r
     q = load_queries(c, t.q, i) * r.softmax_scale
@@ -251,8 +249,8 @@ def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
     if t.sink is not None and c.lengths is not None:
         lse.masked_fill_(c.rows(i) >= c.lengths[0], NEG_INF)
     o.div_(l.masked_fill_(l == 0, 1.0).mul_(1.0 - r.dropout_p))
-    out.out[c.b, c.heads, i] = c.per_head(o)
-    out.lse[c.b, c.heads, i] = lse.squeeze(-1)
+    c.put(out.out, i, c.per_head(o))
+    c.put(out.lse, i, lse.squeeze(-1))
     if out.key_mass is not None or out.entropy is not None:
         auxiliary_outputs(c, i, q, finite_or_empty(c, lse), out)
 
@@ -282,7 +280,7 @@ def log_probabilities(s: Tensor, lse: Tensor) -> Tensor:
     return s.sub_(lse).clamp(min=-1000.0)
 
 
-def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) -> None:
+def auxiliary_outputs(c: Chunk, i: Queries, q: Tensor, lse: Tensor, out: Outputs) -> None:
     """The second pass: sum of p over queries for each key, and -sum p ln p over keys for each query. P is taken before dropout."""
     entropy = torch.zeros_like(lse)
     weight = row_weights(c, i, q, lse)
@@ -294,13 +292,11 @@ def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) 
             log_p.add_(weight.clamp_min(1e-30).log())  # 0 for an empty row
             p.mul_(weight)
         if out.key_mass is not None:
-            mass = c.per_head(p).sum(2)
-            for run, span in j.spans():
-                out.key_mass[c.b, c.heads, run] += mass[..., span]
+            c.add_to_keys(out.key_mass, j, c.per_head(p).sum(2))
         if out.entropy is not None:
             entropy.sub_(log_p.mul_(p).sum(-1, keepdim=True))
     if out.entropy is not None:
-        out.entropy[c.b, c.heads, i] = c.per_head(entropy).squeeze(-1)
+        c.put(out.entropy, i, c.per_head(entropy).squeeze(-1))
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -343,11 +339,13 @@ def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads:
                 grad[c.b, c.kv_heads] = total.view(grad[c.b, c.kv_heads].shape)
 
 
-def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Gradients, dk: Tensor | None, dv: Tensor | None) -> None:
+def backward_tile(c: Chunk, i: Queries, saved: Saved, cot: Cotangents, grads: Gradients, dk: Tensor | None, dv: Tensor | None) -> None:
     """What one tile of queries adds to every gradient. dk (C, Sk, D) and dv (C, Sk, Dv) are running sums in the accumulator dtype."""
     t, r = c.t, c.r
-    lse = saved.lse[c.b, c.heads, i].unsqueeze(-1)  # (B, H, M, 1)
-    empty = lse == NEG_INF
+    lse = c.take(saved.lse, i).unsqueeze(-1)  # (B, H, M, 1)
+    empty: Tensor | None = lse == NEG_INF
+    if c.host and empty is not None and not empty.any():
+        empty = None
     lse = finite_or_empty(c, lse)
     q = load_queries(c, t.q, i, empty) * r.softmax_scale
     q_factor = load_queries(c, t.q, i, empty, c.factor_dtype)
@@ -393,10 +391,10 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
                 as_bits(p).bitwise_and_(kept)
             add_to_keys(c, dv, as_factor(c, p), dout_factor, j)
     if grads.dq is not None:
-        grads.dq[c.b, c.heads, i] = c.per_head(dq.mul_(r.softmax_scale))
+        c.put(grads.dq, i, c.per_head(dq.mul_(r.softmax_scale)))
 
 
-def row_weights(c: Chunk, i: slice, q: Tensor, lse: Tensor) -> Tensor | None:
+def row_weights(c: Chunk, i: Queries, q: Tensor, lse: Tensor) -> Tensor | None:
     """1 / sum_j exp(s_ij - lse_i), (C, R, 1), where that is not 1 within rounding; None where it is for every row.
 
     -1e9 + ln 4 is -1e9 in float32: the LSE of a row of very low (or high) scores has lost the logarithm of its sum. The factor belongs to
@@ -419,7 +417,15 @@ def row_weights(c: Chunk, i: slice, q: Tensor, lse: Tensor) -> Tensor | None:
 
 
 def row_terms(
-    c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: Tensor | None, saved: Saved, cot: Cotangents, weight: Tensor | None
+    c: Chunk,
+    i: Queries,
+    q: Tensor,
+    lse: Tensor,
+    empty: Tensor | None,
+    dout: Tensor | None,
+    saved: Saved,
+    cot: Cotangents,
+    weight: Tensor | None,
 ) -> Tensor:
     """D_i = sum_j p_ij dp_ij - dlse_i, (C, R, 1): the part of dS that a whole row shares. sum_j p_ij (dout_i . v_j) is out_i . dout_i."""
     delta = torch.zeros_like(lse)
@@ -437,16 +443,13 @@ def row_terms(
     return delta
 
 
-def auxiliary_cotangents(c: Chunk, i: slice, j: Keys, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
+def auxiliary_cotangents(c: Chunk, i: Queries, j: Keys, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
     """The derivative of the loss with respect to p_ij through key_mass and entropy, (C, R, N); leaves ln p in the memory of s."""
     if cot.dkey_mass is None and cot.dentropy is None:
         return None
     log_p = log_probabilities(s, lse)
     hidden = s == NEG_INF
-    if cot.dentropy is None:
-        daux = log_p.zero_()
-    else:
-        daux = log_p.add_(1.0).mul_(c.per_key_tile(cot.dentropy[c.b, c.heads, i].unsqueeze(-1))).neg_()
+    daux = log_p.zero_() if cot.dentropy is None else log_p.add_(1.0).mul_(load_queries(c, cot.dentropy.unsqueeze(-1), i)).neg_()
     if cot.dkey_mass is not None:
         c.per_head(daux).add_(j.take(cot.dkey_mass[c.b, c.heads], 2).unsqueeze(2))
     return daux.masked_fill_(hidden, 0.0)
@@ -461,7 +464,7 @@ def score_gradients(c: Chunk, p: Tensor, dp: Tensor | None, daux: Tensor | None,
     return dp.sub_(delta).mul_(p)
 
 
-def add_parameter_gradients(c: Chunk, i: slice, j: Keys, tile: Scores, ds: Tensor, grads: Gradients) -> None:
+def add_parameter_gradients(c: Chunk, i: Queries, j: Keys, tile: Scores, ds: Tensor, grads: Gradients) -> None:
     """Walks back from the final score to the scaled product, in place in `ds`, and adds to each parameter's gradient on the way."""
     t, r = c.t, c.r
     ds_tile = c.per_head(ds)
@@ -469,18 +472,23 @@ def add_parameter_gradients(c: Chunk, i: slice, j: Keys, tile: Scores, ds: Tenso
         dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile, grads.dcaptured, c.memory)
         ds_tile.copy_(dscore)
     if grads.dbias is not None:
-        rows = c.part(grads.dbias, i)
-        for run, span in j.spans():
-            total, part = rows if rows.shape[3] == 1 else rows[..., run], ds_tile[..., span]
-            if total.dtype != c.dtype:  # of full size: no other tile has a part in it, and torch takes five times as long for a 16-bit sum
-                total.copy_(part)
-            else:
-                total.add_(part.sum_to_size(total.shape))
+        add_bias_gradient(c, i, j, ds_tile, grads.dbias)
     if grads.dalibi_slopes is not None:
         total = c.part(grads.dalibi_slopes)
         total.sub_((ds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))
     if tile.tanh is not None:
         ds.addcmul_(ds, tile.tanh.square_(), value=-1)
+
+
+def add_bias_gradient(c: Chunk, i: Queries, j: Keys, ds: Tensor, dbias: Tensor) -> None:
+    """dbias += ds, (B, H, M, N), summed over what the bias is broadcast along."""
+    for n, run, span in j.spans():
+        rows, part = c.part(dbias, i.runs[n]), ds[..., span] if len(j.runs) == 1 else ds[n : n + 1, ..., span]
+        total = rows if rows.shape[3] == 1 else rows[..., run]
+        if total.dtype != c.dtype:  # of full size: no other tile has a part in it, and torch takes five times as long for a 16-bit sum
+            total.copy_(part)
+        else:
+            total.add_(part.sum_to_size(total.shape))
 
 
 def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> None:
@@ -495,5 +503,4 @@ def add_to_keys(c: Chunk, total: Tensor, x: Tensor, rows: Tensor, j: Keys) -> No
     each = product(c, "keys", x.mT, rows)
     if c.own_keys:
         each = each.unflatten(0, (-1, c.group)).sum(1)
-    for run, span in j.spans():
-        total[:, run].add_(each[:, span])
+    j.add(total, each)
