@@ -314,7 +314,6 @@ def test_finite_scores_are_never_masked_however_low() -> None:
     torch.testing.assert_close(out.lse, torch.full((1, 1, 2), -1e30))
 
 
-@pytest.mark.parametrize("units", [False, True], ids=["float32 products", "bfloat16 products"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -327,11 +326,7 @@ def test_finite_scores_are_never_masked_however_low() -> None:
     ],
     ids=lambda options: "-".join(options),
 )
-def test_bfloat16_is_as_exact_as_unfused_attention(
-    options: dict[str, Any], units: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With factors of products as they came, whose products round once, and with float32 throughout."""
-    monkeypatch.setattr(tiled, "bfloat16_units", lambda: units)
+def test_bfloat16_is_as_exact_as_unfused_attention(options: dict[str, Any], small_tiles: None) -> None:
     tensors = {"bias": torch.bfloat16, "alibi_slopes": torch.float32, "learnable_sink": torch.float32}
     arguments = {name: torch.rand(value).to(tensors[name]) if name in tensors else value for name, value in options.items()}
     q, k, v = (torch.randn(2, n, h, 16).bfloat16() for n, h in ((70, 4), (90, 2), (90, 2)))

@@ -60,8 +60,7 @@ class Chunk:
     lengths: tuple[Tensor, Tensor] | None  # (B, 1, 1, 1): the true lengths where the host must not read them, else None
     host: bool  # the host may read values without waiting for a device
     tiles: TileSizes
-    dtype: torch.dtype  # of scores, sums and state
-    factor_dtype: torch.dtype  # of the factors of what is added to outputs and gradients
+    dtype: torch.dtype
     tame: bool  # no product can be infinite or NaN: see `tame`
     place: Place
     buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
@@ -147,10 +146,8 @@ def host_reads(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def chunks(
-    t: Operands, r: Rules, limit: TileSizes, place: Place = Place(), factor_dtype: torch.dtype | None = None, tame: bool = False
-) -> Iterator[Chunk]:
-    """Cuts batch and heads so that one step has about `limit.scores` scores. `factor_dtype`: default that of the sums."""
+def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place(), tame: bool = False) -> Iterator[Chunk]:
+    """Cuts batch and heads so that one step has about `limit.scores` scores."""
     batch, heads, seqlen_q, _ = t.q.shape
     kv_heads, seqlen_k = t.k.shape[1:3]
     if batch == 0 or heads == 0:
@@ -199,7 +196,6 @@ def chunks(
                 host=host,
                 tiles=TileSizes(block_m, block_n, limit.scores),
                 dtype=accumulator_dtype(t.q.dtype),
-                factor_dtype=factor_dtype or accumulator_dtype(t.q.dtype),
                 tame=tame,
                 memory=memory_of_programs() if r.score_mod else None,
                 place=place,

@@ -7,13 +7,12 @@ several heads (and batch items) at once, so that each torch call has enough work
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, accumulator_dtype
+from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
 from . import packed
 from .chunks import (
     NEG_INF,
@@ -41,45 +40,30 @@ CPU_TILES = TileSizes(block_m=512, block_n=512, scores=1 << 20)
 DEVICE_TILES = TileSizes(block_m=1024, block_n=1024, scores=1 << 24)
 
 
-def factor_dtype(t: Operands) -> torch.dtype:
-    """What factors of products are: the inputs' own bfloat16 where the CPU has units for that, else the dtype of sums.
-
-    They are up to four times as fast, float32 products being most of the time otherwise. No CPU that torch knows gains by float16.
-    """
-    bfloat16 = t.q.device.type == "cpu" and t.q.dtype == torch.bfloat16 and bfloat16_units()
-    return torch.bfloat16 if bfloat16 else accumulator_dtype(t.q.dtype)
-
-
-@functools.cache
-def bfloat16_units() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in units of their own."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
-
-
 def tile_sizes(device: torch.device) -> TileSizes:
     return CPU_TILES if device.type == "cpu" else DEVICE_TILES
 
 
-def load_queries(c: Chunk, x: Tensor, i: Queries, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """(C, R, D): a tile of q, out or dout in `dtype`, default that of the sums; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
-    tile = c.take(x, i).to(dtype or c.dtype)
+def load_queries(c: Chunk, x: Tensor, i: Queries, hidden: Tensor | None = None) -> Tensor:
+    """(C, R, D): a tile of q, out or dout in the accumulator dtype; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
+    tile = c.take(x, i).to(c.dtype)
     if hidden is not None:
         tile = tile.masked_fill(hidden, 0.0)
-    return c.per_key_tile(tile).contiguous()
+    return c.per_key_tile(tile)
 
 
-def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """(C, N, D): a tile of k or v in `dtype`, default that of the sums. Keys hidden from all of it are 0: a NaN must meet no product."""
+def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
+    """(C, N, D): a tile of k or v in the accumulator dtype. Keys hidden from the whole tile are 0: a NaN there must meet no product."""
     own, memory = x[c.b, c.kv_heads], None
     if j.one_run is None and (x is c.t.k or x is c.t.v):
         count = len(j.runs) * j.width
         memory = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], count, own.shape[3], dtype=x.dtype)
-    tile = j.take(own, 2, memory).to(dtype or c.dtype)
+    tile = j.take(own, 2, memory).to(c.dtype)
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
         tile = tile.masked_fill(hidden.view(torch.uint8).amin(2).view(torch.bool).unsqueeze(-1), 0.0)
-    return tile.flatten(0, 1).contiguous()  # of strided factors torch makes copies of its own, for each product
+    return tile.flatten(0, 1)
 
 
 class Scores(NamedTuple):
@@ -146,19 +130,8 @@ def accumulate(o: Tensor, alpha: Tensor, pv: Tensor) -> None:
 
 
 def product(c: Chunk, name: str, a: Tensor, b: Tensor) -> Tensor:
-    """a b in the dtype of sums, in a buffer of that name.
-
-    Torch rounds the product of narrow factors to their dtype, so only what a tile adds to an output or a gradient is made of them, not
-    scores and dP, whose errors would grow with their size. (A product that adds to its result takes a third longer than both steps.)
-    """
-    shape = (*a.shape[:2], b.shape[2])
-    ab = torch.bmm(a, b, out=c.buffer(name, *shape, dtype=a.dtype))
-    return ab if a.dtype == c.dtype else c.buffer(name, *shape).copy_(ab)
-
-
-def as_factor(c: Chunk, x: Tensor) -> Tensor:
-    """p or dS as a factor of products; a buffer holds the last one that had to be rounded."""
-    return x if x.dtype == c.factor_dtype else c.buffer("factor", *x.shape, dtype=c.factor_dtype).copy_(x)
+    """a b, in a buffer of that name. (On a CPU a product that adds to its result takes a third longer than a product and a sum.)"""
+    return torch.bmm(a, b, out=c.buffer(name, *a.shape[:2], b.shape[2]))
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -216,7 +189,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
 
 def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
     """Fills `out`, but for what is summed over queries or batch items: adds to that."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place, factor_dtype(t), tame(t)):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t)):
         for i in query_tiles(c):
             forward_tile(c, i, out)
         rest = slice(c.len_q, t.q.shape[2])
@@ -238,7 +211,7 @@ def forward_tile(c: Chunk, i: Queries, out: Outputs) -> None:
         p, alpha = online_softmax_update(s, m, l)
         if r.dropout_p > 0:
             as_bits(p).bitwise_and_(dropout_bits(c, p, i, j))
-        accumulate(o, alpha, product(c, "pv", as_factor(c, p), load_keys(c, t.v, j, hidden, c.factor_dtype)))
+        accumulate(o, alpha, product(c, "pv", p, load_keys(c, t.v, j, hidden)))
 
     if out.max_logits is not None:
         best = out.max_logits[c.heads]
@@ -325,7 +298,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
 
 def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients, place: Place) -> None:
     """Fills dq, dk and dv, and adds to the gradients of parameters."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place, factor_dtype(t), tame(t, cot.dout)):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t, cot.dout)):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
         for i in query_tiles(c):
@@ -334,8 +307,6 @@ def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads:
             grads.dq[c.b, c.heads, c.len_q :].zero_()
         for grad, total in zip((grads.dk, grads.dv), totals, strict=True):
             if grad is not None and total is not None:
-                if grad is grads.dk:
-                    total.mul_(r.softmax_scale)
                 grad[c.b, c.kv_heads] = total.view(grad[c.b, c.kv_heads].shape)
 
 
@@ -348,7 +319,6 @@ def backward_tile(c: Chunk, i: Queries, saved: Saved, cot: Cotangents, grads: Gr
         empty = None
     lse = finite_or_empty(c, lse)
     q = load_queries(c, t.q, i, empty) * r.softmax_scale
-    q_factor = load_queries(c, t.q, i, empty, c.factor_dtype)
     dout = None if cot.dout is None else load_queries(c, cot.dout, i, empty)
     weight = row_weights(c, i, q, lse)
     delta = row_terms(c, i, q, lse, empty, dout, saved, cot, weight)
@@ -360,7 +330,6 @@ def backward_tile(c: Chunk, i: Queries, saved: Saved, cot: Cotangents, grads: Gr
     if dout is not None and r.dropout_p > 0:
         dout = dout / (1.0 - r.dropout_p)
 
-    dout_factor = None if dout is None else dout.to(c.factor_dtype)
     dq = torch.zeros_like(q)
     need_ds = dk is not None or any(x is not None for x in (grads.dq, grads.dbias, grads.dalibi_slopes, *grads.dcaptured))
     for j, hidden in key_tiles(c, i):
@@ -379,17 +348,16 @@ def backward_tile(c: Chunk, i: Queries, saved: Saved, cot: Cotangents, grads: Gr
                 as_bits(dp).bitwise_and_(kept)
         if need_ds:
             ds = score_gradients(c, p, dp, daux, delta)
-            if r.score_mod or c.factor_dtype != c.dtype:
-                k = load_keys(c, t.k, j, tile.hidden, c.factor_dtype)
+            if r.score_mod:
+                k = load_keys(c, t.k, j, tile.hidden)
             add_parameter_gradients(c, i, j, tile, ds, grads)
-            ds = as_factor(c, ds)
             dq.add_(product(c, "dq", ds, k))
             if dk is not None:
-                add_to_keys(c, dk, ds, q_factor, j)
-        if dv is not None and dout_factor is not None:
+                add_to_keys(c, dk, ds, q, j)
+        if dv is not None and dout is not None:
             if kept is not None:
                 as_bits(p).bitwise_and_(kept)
-            add_to_keys(c, dv, as_factor(c, p), dout_factor, j)
+            add_to_keys(c, dv, p, dout, j)
     if grads.dq is not None:
         c.put(grads.dq, i, c.per_head(dq.mul_(r.softmax_scale)))
 
