@@ -342,13 +342,19 @@ def test_what_a_bias_hides_is_selected_away_where_it_must_be(dtype: torch.dtype,
     t = operands(1, 2, 1, 30, 40, 8, dtype=dtype, bias=bias)
     whole = run(t, Rules(0.25))
     t.k[:, :, 20:], t.v[:, :, 20:] = held, held
-    assert chunks.tame(t) == (held == 1.0)
+    assert chunks.tame(t, Rules(0.25)) == (held == 1.0)
     changed = run(t, Rules(0.25))
     for name in ("out", "lse"):
         assert torch.equal(getattr(changed[0], name), getattr(whole[0], name))
     for name in ("dq", "dk", "dv", "dbias"):
         assert torch.equal(getattr(changed[1], name), getattr(whole[1], name))
     assert not changed[1].dk[:, :, 20:].any() and not changed[1].dbias[..., 20:].any()
+
+
+def test_a_score_function_does_not_bring_back_what_a_bias_hides(small_tiles: None) -> None:
+    bias = torch.zeros(30, 40, dtype=torch.float64).masked_fill(torch.rand(30, 40) < 0.5, -math.inf)
+    q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (30, 40, 40))
+    compare({"q": q, "k": k, "v": v, "bias": bias, "score_mod": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0)}, "tiled")
 
 
 def test_a_bias_skips_tiles_that_it_hides() -> None:

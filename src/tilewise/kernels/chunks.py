@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..score_mod import Memory
 
 NEG_INF = float("-inf")
-TAME = 2.0**40
+TAME = 2.0**30
 
 
 class TileSizes(NamedTuple):
@@ -129,13 +129,14 @@ class Chunk:
         return x.reshape(batch * heads // fold, fold * rows, width)
 
 
-def tame(t: Operands, dout: Tensor | None = None) -> bool:
+def tame(t: Operands, r: Rules, dout: Tensor | None = None) -> bool:
     """Whether all factors are far from the range's ends, as far as the host may know.
 
     Then no score or dP is infinite or NaN, and what a bias of -inf hides needs no selecting away: its probability is 0 of itself, and 0
-    times what it meets is 0. Else the bias must be searched for -inf, at the price of a tenth of the pass.
+    times what it meets is 0. Else the bias must be searched for -inf, at the price of a tenth of the pass. A score function may make
+    anything of -inf.
     """
-    if t.bias is None or not host_reads(t.q.device):
+    if t.bias is None or r.score_mod or abs(r.softmax_scale) > TAME or not host_reads(t.q.device):
         return False
     factors = [x for x in (t.q, t.k, t.v, dout, t.alibi_slopes) if x is not None and x.numel()]
     return all(bool(x.amax() < TAME) and bool(x.amin() > -TAME) for x in factors)

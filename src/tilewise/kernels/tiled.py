@@ -189,7 +189,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
 
 def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
     """Fills `out`, but for what is summed over queries or batch items: adds to that."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t)):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t, r)):
         for i in query_tiles(c):
             forward_tile(c, i, out)
         rest = slice(c.len_q, t.q.shape[2])
@@ -298,7 +298,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
 
 def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients, place: Place) -> None:
     """Fills dq, dk and dv, and adds to the gradients of parameters."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t, cot.dout)):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t, r, cot.dout)):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
         for i in query_tiles(c):
