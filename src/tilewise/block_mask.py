@@ -274,7 +274,7 @@ class BlockMask:
         tensor([[1, 0],
                 [2, 1]], dtype=torch.uint8)
         """
-        result = torch.zeros(*self.shape[:3], self.grid.columns + 1, dtype=torch.uint8, device=self.device)
+        result = torch.zeros(self.batch, self.heads, self.grid.rows, self.grid.columns + 1, dtype=torch.uint8, device=self.device)
         lists = self.lists
         for kind, count, index in ((PARTIAL, lists.kv_num, lists.kv_idx), (FULL, lists.kv_full_num, lists.kv_full_idx)):
             listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
@@ -355,7 +355,7 @@ class BlockMask:
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
-        moved = object.__new__(BlockMask)
+        moved = object.__new__(type(self))
         rule = self.rule.to(device)
         lowered = self._lower(rule, device)
         read = tile_cache.versions([*rule.tensors(), *lowered.captured])

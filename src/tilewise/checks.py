@@ -142,6 +142,10 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     if x is None:
         return None
     typed(name, x, Tensor)
+    if type(x).__module__ == "torch.nn.attention.bias":  # such a tensor stands for a rule: its memory holds nothing
+        raise TypeError(
+            f"{name} is torch's {type(x).__name__}; give causal=True for causal_lower_right, mask=Causal('top_left') for causal_upper_left"
+        )
     if boolean and x.dtype != torch.bool:
         raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
     if not boolean and x.dtype not in _DTYPES:

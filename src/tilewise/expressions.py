@@ -423,6 +423,10 @@ def bitwise(op: str, a: Any, b: Any) -> Expr:
     a, b = _unify(a, b)
     if a.kind == "float":
         raise UnsupportedAttention(f"bitwise_{op} needs booleans or integers, not floating-point values")
+    for one, other in ((a, b), (b, a)):
+        source = one.graph.instructions[one.index]
+        if a.kind == "bool" and source.op == "const" and (op, source.value) in (("and", True), ("or", False)):
+            return other  # the constant is what a combination of masks starts from
     return _binary(op, a, b)
 
 
@@ -506,8 +510,16 @@ def _sign(x: Expr) -> Expr:
     return where(x > 0, 1.0, where(x < 0, -1.0, 0.0))
 
 
-def _like(value: float) -> Callable[..., Expr]:
-    return lambda x, **_: x.graph.const(value, x.kind)
+def _like(x: Expr, fill_value: float, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    """A constant of x's kind, or of that of `dtype`."""
+    return x.graph.const(fill_value, x.kind if dtype is None else kind_of(dtype))
+
+
+def _new(x: Expr, size: Any, fill_value: float, **keywords: Any) -> Expr:
+    """`x.new_full(size, ...)`: one value for each pair, as every other one."""
+    if not isinstance(size, (tuple, list)) or len(size):
+        raise UnsupportedAttention(f"the function sees one (query, key) pair at a time: a tensor that it makes has size (), not {size}")
+    return _like(x, fill_value, **keywords)
 
 
 _NAMED: dict[str, Callable[..., Any]] = {
@@ -566,9 +578,13 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "long": lambda x: convert(x, "int"),
     "int": lambda x: convert(x, "int"),
     "bool": lambda x: convert(x, "bool"),
-    "zeros_like": _like(0),
-    "ones_like": _like(1),
-    "full_like": lambda x, fill_value, **_: x.graph.const(fill_value, x.kind),
+    "zeros_like": partial(_like, fill_value=0),
+    "ones_like": partial(_like, fill_value=1),
+    "full_like": _like,
+    "new_zeros": partial(_new, fill_value=0),
+    "new_ones": partial(_new, fill_value=1),
+    "new_full": _new,
+    "new_tensor": _like,
 }
 SUPPORTED = tuple(sorted(_NAMED))
 _ALIASES = {

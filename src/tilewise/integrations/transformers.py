@@ -66,7 +66,7 @@ def attention_forward(
     """
     _refuse(attention_mask, kwargs)
     num_queries, num_keys = query.shape[2], key.shape[2]
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     offsets = None if cu_seq_lens_q is None or cu_seq_lens_k is None else (cu_seq_lens_q, cu_seq_lens_k)
     rules: dict[str, Any] = {}
     if isinstance(attention_mask, RuleMask) and attention_mask.shape[2:] != (num_queries, num_keys):
@@ -82,6 +82,12 @@ def attention_forward(
         rules["mask" if attention_mask.dtype == torch.bool else "bias"] = attention_mask
     else:
         # The caller built no mask: causal order alone decides, where the layer has one. A single query is the newest token.
+        if causal is None and num_queries > 1 and not type(module).__module__.startswith("transformers."):
+            raise UnsupportedAttention(
+                f"attention_mask is None, and {type(module).__name__} does not say whether it is causal: set its is_causal, or pass one"
+            )
+        # Those of the library that do not say so are encoders: build_mask gives every causal layer a mask.
+        causal = bool(causal)
         ordered = causal and (num_queries > 1 or offsets is not None)
         if ordered and offsets is None and num_keys > num_queries:
             # An empty preallocated cache is being filled: the slots after the queries hold nothing yet.

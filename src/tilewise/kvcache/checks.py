@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .. import plan
@@ -181,6 +182,12 @@ def descale(name: str, x: Tensor | None, k_cache: Tensor, sizes: CacheSizes) -> 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
     """A cache call has no derivative: an input that wants one would get silence."""
+    if forward_ad._current_level >= 0:
+        for name, x in tensors.items():
+            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                raise UnsupportedAttention(
+                    f"{name} carries a tangent, and attention_with_kvcache is for inference: detach {name}, or use tilewise.attention"
+                )
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
