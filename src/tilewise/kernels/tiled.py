@@ -130,7 +130,11 @@ def accumulate(o: Tensor, alpha: Tensor, pv: Tensor) -> None:
 
 
 def product(c: Chunk, name: str, a: Tensor, b: Tensor) -> Tensor:
-    """a b, in a buffer of that name. (On a CPU a product that adds to its result takes a third longer than a product and a sum.)"""
+    """a b, in a buffer of that name. (On a CPU a product that adds to its result takes a third longer than a product and a sum.)
+
+    Factors are in the accumulator dtype for 16-bit inputs too: torch rounds a 16-bit product, and in bfloat16 units of CPUs rows whose
+    length is no multiple of 32 meet the next row times 0, so that a NaN there would show where it does not belong.
+    """
     return torch.bmm(a, b, out=c.buffer(name, *a.shape[:2], b.shape[2]))
 
 
