@@ -85,13 +85,20 @@ class Keys:
         """
         if self.one_run is not None:
             return x.narrow(dim, self.one_run.start, self.width)
+        if len(self.runs) == 1:
+            parts = [x.narrow(dim, run.start, run.stop - run.start) for run in self.runs[0]]
+            return torch.cat(parts, dim) if memory is None else torch.cat(parts, dim, out=memory)
         taken = x.index_select(dim, self.index) if memory is None else torch.index_select(x, dim, self.index, out=memory)
-        return taken if len(self.runs) == 1 else taken.unflatten(dim, (len(self.runs), self.width)).movedim(dim, 1)[0]
+        return taken.unflatten(dim, (len(self.runs), self.width)).movedim(dim, 1)[0]
 
     def add(self, total: Tensor, x: Tensor) -> None:
         """total[:, these] += x, for total (H, Sk, ...) and x (H, N, ...), or (runs * H, N, ...) of several runs of queries."""
         if self.one_run is not None:
             total[:, self.one_run].add_(x)
+            return
+        if len(self.runs) == 1:
+            for _, run, place in self.spans():
+                total[:, run].add_(x[:, place])
             return
         for h, own in enumerate(total):  # by rows: torch adds rows of a matrix several times as fast as slices of more dimensions
             own.index_add_(0, self.index, x[h :: len(total)].flatten(0, 1))
