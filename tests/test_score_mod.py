@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from tilewise import UnsupportedAttention
+from tilewise import UnsupportedAttention, score_mod
 from tilewise.expressions import SUPPORTED
 from tilewise.score_mod import Program, trace_mask_mod, trace_score_mod
 
@@ -135,6 +135,24 @@ def test_programs_compute_the_function_and_its_gradients(name):
     dscore, dcaptured = program.vjp(env, values, grad)
     assert all((found is None) == (not tensor.is_floating_point()) for tensor, found in zip(captured, dcaptured, strict=True))
     assert_same_gradients(score, expected, grad, dscore, captured, dcaptured)
+
+
+@pytest.mark.parametrize("name", SCORE_FUNCTIONS)
+def test_memory_that_is_used_again_changes_nothing(name, monkeypatch):
+    monkeypatch.setattr(score_mod, "_LARGE", 0)
+    text, captured = trace_score_mod(SCORE_FUNCTIONS[name], "cpu")
+    program, values, memory = Program.parse(text), [x.detach() for x in captured], score_mod.Memory()
+    env, grad = {"score": scores(), **indices()}, torch.randn(B, H, SQ, SK, dtype=torch.float64)
+    expected = program.evaluate(env, values), program.vjp(env, values, grad)
+    for _ in range(2):
+        torch.testing.assert_close(program.evaluate(env, values, memory), expected[0], rtol=0, atol=0)
+        found = program.vjp(env, values, grad, memory=memory)
+        torch.testing.assert_close(found[0], expected[1][0], rtol=0, atol=0)
+        for one, other in zip(found[1], expected[1][1], strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    made = len(memory.all)
+    program.evaluate(env, values, memory)
+    assert len(memory.all) == made
 
 
 def assert_same_gradients(score, expected, grad, dscore, captured, dcaptured):
