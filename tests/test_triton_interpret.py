@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SLICES = 8
+SLICES = 6
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
