@@ -333,6 +333,7 @@ def test_arithmetic_is_that_of_the_accumulator(dtype):
         (lambda s, b, h, q, k: s.add_(1), "'add_' cannot be traced"),
         (lambda s, b, h, q, k: s.new_ones(1), "has size .., not 1"),
         (lambda s, b, h, q, k: s + q.new_zeros((2,)), "has size .., not .2,"),
+        (lambda s, b, h, q, k: s + q.new_zeros(2, 3), "has size .., not .2, 3."),
         (lambda s, b, h, q, k: s if q > k else 0.0, "decides in Python.*torch.where"),
         (lambda s, b, h, q, k: s * (q > k and k > 1), "decides in Python"),
         (lambda s, b, h, q, k: max(s, 0), "torch.maximum"),

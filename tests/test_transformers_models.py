@@ -88,7 +88,7 @@ def test_decoders(name: str, padding: str) -> None:
     agree_with_eager(DECODERS[name], dict(input_ids=ids, attention_mask=mask), keep=mask.bool())
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "gpt_oss"])  # its eager path takes such a row for one sequence
 def test_packed_sequences_by_restarting_positions(name: str) -> None:
     positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(6)]).expand(2, -1)
     agree_with_eager(DECODERS[name], dict(input_ids=tokens(2, 12), position_ids=positions, use_cache=False))

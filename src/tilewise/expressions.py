@@ -532,6 +532,16 @@ def _new(x: Expr, size: Any, fill_value: float, **keywords: Any) -> Expr:
     return _like(x, fill_value, **keywords)
 
 
+def _new_filled(fill_value: float) -> Callable[..., Expr]:
+    """`x.new_zeros` or `x.new_ones`, whose size may be one tuple, a keyword or several numbers."""
+
+    def new(x: Expr, *sizes: Any, size: Any = None, **keywords: Any) -> Expr:
+        given = sizes if size is None else (size,)
+        return _new(x, given[0] if len(given) == 1 else given, fill_value, **keywords)
+
+    return new
+
+
 _NAMED: dict[str, Callable[..., Any]] = {
     "add": partial(arithmetic, "add"),
     "sub": partial(arithmetic, "sub"),
@@ -591,8 +601,8 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "zeros_like": partial(_like, fill_value=0),
     "ones_like": partial(_like, fill_value=1),
     "full_like": _like,
-    "new_zeros": partial(_new, fill_value=0),
-    "new_ones": partial(_new, fill_value=1),
+    "new_zeros": _new_filled(0),
+    "new_ones": _new_filled(1),
     "new_full": _new,
     "new_tensor": _like,
 }
