@@ -208,6 +208,14 @@ def pass_turn(number: gl.constexpr, threads: gl.constexpr, anchor):
 
 
 @jit
+def leave(anchor):
+    """End the calling warps, which do nothing more. Triton's worker warps otherwise go back to a loop in which they ask for further work:
+    with every consumer inside that loop, behind a branch that differs from warp to warp, ptxas gives up uniform registers in most of them.
+    Barriers of all threads do not count those that have ended."""
+    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
 def draw_tile(counter_ptr, anchor):
     """Take the next number of a global counter; every lane of the (single) calling warp gets it."""
     return gl.inline_asm_elementwise(
