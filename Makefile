@@ -46,8 +46,11 @@ $(VENV)/.demo: pyproject.toml
 	$(VPY) -m pip install -q -e ".[demo]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
+# timm comes alone: of what it asks for only torchvision is missing here, whose packages belong to one build of torch each, so that the
+# newest would replace the torch above. Its models need none of it (tests/test_other_libraries.py).
+$(VENV)/.dev: $(VENV)/.demo Makefile
 	$(VPY) -m pip install -q -e ".[dev]"
+	$(VPY) -m pip install -q --no-deps "timm>=1.0"
 	@touch $@
 
 .venv36/.ready: Makefile

@@ -23,7 +23,7 @@ from tilewise import BlockMask, masks, reference
 from tilewise.kernels import triton as kernels
 from tilewise.kernels.triton import configs, launch
 
-from . import cases, helpers, packed
+from . import cases, helpers, packed, public_faults, test_public_faults
 
 INDEX, COUNT = map(int, os.environ.get("TILEWISE_SLICE", "0/1").split("/"))
 CHOICES = cases.SINGLES + cases.CHOICES
@@ -581,3 +581,12 @@ def test_tensors_whose_sign_is_still_to_be_turned():
         out = tilewise.attention(x, k, k, bias=b, backend="triton")
         results.append((out, *torch.autograd.grad(out, k, g)))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+FEW_PROGRAMS = [name for name, build in public_faults.CASES.items() if build().arguments["q"].shape[0::2].numel() <= 2]
+
+
+@pytest.mark.parametrize("name", sliced(FEW_PROGRAMS))
+def test_faults_of_other_libraries(name):
+    """Calls that other libraries were reported to get wrong, against the answer that each brings along."""
+    test_public_faults.check(public_faults.CASES[name](), torch.float32, "triton")

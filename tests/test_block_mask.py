@@ -4,6 +4,7 @@ import copy
 import doctest
 import pickle
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -281,17 +282,69 @@ def test_listed_tiles_are_visited_once_and_no_others(seed: int) -> None:
     r = Rules(1.0, window_left=low.window_left, window_right=low.window_right, mask_mod=low.program_text)
     t = Operands(q, k, k, captured=tuple(low.captured), blocks=mask.lists)
     seen = torch.zeros(2, 4, 100, 150, dtype=torch.int64)
-    computed = 0
+    computed = together = 0
     for c in chunks.chunks(t, r, chunks.TileSizes(16, 32, 1 << 12)):
         for i in chunks.query_tiles(c):
             for j, hidden in chunks.key_tiles(c, i):
-                for run, span in j.spans():
-                    tile = seen[c.b, c.heads, i, run]
-                    tile += 1 if hidden is None else (~hidden).long().expand(*tile.shape[:3], j.width)[..., span]
+                for n, run, span in j.spans():
+                    tile = seen[c.b, c.heads, i.runs[n], run]
+                    several = len(i.runs) > 1
+                    shape = (len(i.runs) if several else tile.shape[0], *tile.shape[1:3], j.width)
+                    own = slice(n, n + 1) if several else slice(None)
+                    tile += 1 if hidden is None else (~hidden).long().expand(shape)[own, ..., span]
                     computed += tile.numel()
+                    together = max(together, len(i.runs))
     assert torch.equal(seen, rule.dense(2, 4, 100, 150).long().expand_as(seen))
     pairs = mask.status().gt(0).repeat_interleave(16, 2).repeat_interleave(16, 3)[..., :100, :150]
     assert computed <= pairs.expand_as(seen).sum()
+    assert together > 1 or bits.shape[1] == 1
+
+
+SLOPES = torch.linspace(0.1, 0.9, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared lists", "lists a head"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": (2, 4, 100, 150), "dropout_p": 0.3, "dropout_seed": 3},
+        {"bias": (4, 1, 150), "softcap": 2.0, "learnable_sink": (4,), "kv_heads": 2},
+        {"bias": (100, 1), "causal": True, "alibi_slopes": (4,), "kv_heads": 1},
+        {"window_size": (40, 10), "seqused_q": torch.tensor([90, 31]), "seqused_k": torch.tensor([150, 70]), "dense": True},
+        {"score_mod": lambda s, b, h, q, k: s * SLOPES[h] + (q - k) * 0.125, "kv_heads": 2},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_blocks_of_queries_that_stand_side_by_side(options: dict[str, Any], per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that see equally many keys are one step: outputs and gradients are the reference's, tangents those of blocks one by one."""
+    torch.manual_seed(len(options))
+    given = dict(options)
+    heads = given.pop("kv_heads", 4)
+    q, k, v = (torch.randn(2, n, h, 6, dtype=torch.float64) for n, h in ((100, 4), (150, heads), (150, heads)))
+    for name in ("bias", "alibi_slopes", "learnable_sink"):
+        if name in given:
+            given[name] = torch.rand(given[name], dtype=torch.float64)
+    given |= {name: given[name].int() for name in ("seqused_q", "seqused_k") if name in given}
+    rule = Blocks(torch.rand(1, 4 if per_head else 1, 7, 10).argsort(-1) < 3, 16)  # three of ten in each row
+    given["mask"] = rule & Dense(torch.rand(100, 150) < 0.8) if given.pop("dense", False) else rule
+    sizes, widest = [], chunks.TileSizes(64, 64, 1 << 13)
+    step = tiled.forward_tile
+    monkeypatch.setattr(tiled, "forward_tile", lambda c, i, out: (sizes.append(len(i.runs)), step(c, i, out)))
+    monkeypatch.setattr(tiled, "CPU_TILES", widest)
+    compare({"q": q, "k": k, "v": v, **given}, "tiled")
+    assert max(sizes) > 1 or "causal" in given
+
+    def tangents(tiles: chunks.TileSizes) -> list[Tensor]:
+        monkeypatch.setattr(tiled, "CPU_TILES", tiles)
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, aux = attention(*inputs, **given, backend="tiled", return_aux=("key_mass", "entropy"))
+        first = torch.autograd.grad((out.sin().sum() + aux.key_mass.square().sum() + aux.entropy.sum()), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+        return [out.detach(), aux.key_mass.detach(), aux.entropy.detach(), *(x.detach() for x in first), *second]
+
+    for together, alone in zip(tangents(widest), tangents(chunks.TileSizes(64, 64, 1)), strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-10)
 
 
 def test_hidden_values_in_skipped_tiles_change_nothing() -> None:

@@ -90,7 +90,9 @@ def test_packed_tensors_are_read_in_place_and_get_one_gradient() -> None:
     torch.testing.assert_close(ours, reference.attention(q, *kv.unbind(2), window_size=(4, 4), learnable_sink=SINKS)[0].float())
 
     grouped = torch.randn(2, 9, 4 + 2 + 2, 16)
-    ours, lse = flash_attn_interface.flash_attn_qkvpacked_func(grouped, num_heads_q=4, return_softmax=True)
+    ours, lse = flash_attn_interface.flash_attn_qkvpacked_func(grouped, num_heads_q=4, return_attn_probs=True)
+    for a, b in zip(flash_attn_interface.flash_attn_qkvpacked_func(grouped, num_heads_q=4, return_softmax=True), (ours, lse), strict=True):
+        assert torch.equal(a, b)
     expected, expected_lse = reference.attention(*grouped.split([4, 2, 2], 2))
     torch.testing.assert_close(ours, expected.float())
     torch.testing.assert_close(lse, expected_lse.float())
@@ -223,11 +225,39 @@ def test_rotary_positions_that_would_differ_are_refused(changes, words: str) -> 
         flash_attn.flash_attn_with_kvcache(**(arguments | changes))
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "q_descale"])
-def test_cache_arguments_that_are_refused(name: str) -> None:
+@pytest.mark.parametrize("names", ["rotary_seqlens", "q_descale", "cu_seqlens_k_new k v", "k v cu_seqlens_q", "rotary_cos cu_seqlens_q",
+                                   "cache_leftpad cu_seqlens_q", "cache_batch_idx page_table cu_seqlens_q"])  # fmt: skip
+def test_cache_arguments_that_are_refused(names: str) -> None:
     q, cache = torch.zeros(1, 1, 2, 16), torch.zeros(1, 16, 2, 16)
-    with pytest.raises(UnsupportedAttention, match=name):
-        flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, **{name: torch.zeros(2)})
+    with pytest.raises(UnsupportedAttention, match=names.partition(" ")[0]):
+        flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, **dict.fromkeys(names.split(), torch.zeros(2)))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_queries_over_a_cache(paged: bool) -> None:
+    """A prompt, a chunk of one and a decoding token in one call of version 3; the lengths count keys that are in the cache."""
+    starts, used = torch.tensor([0, 6, 9, 10], dtype=torch.int32), torch.tensor([6, 11, 14], dtype=torch.int32)
+    q, (k_cache, v_cache) = torch.randn(10, 4, 16), torch.randn(2, 3, 16, 2, 16).unbind()
+    arguments = dict(causal=True, window_size=(8, 0), softcap=3.0, softmax_scale=0.3)
+    rows = torch.tensor([1, 2, 0], dtype=torch.int32)
+    if paged:
+        caches = [x.reshape(12, 4, 2, 16) for x in (k_cache, v_cache)]
+        where = dict(page_table=rows[:, None] * 4 + torch.arange(4, dtype=torch.int32))
+    else:
+        caches, where = [k_cache, v_cache], dict(cache_batch_idx=rows)
+    ours = flash_attn_interface.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=used, cu_seqlens_q=starts, cu_seqlens_k_new=starts, max_seqlen_q=6, s_aux=SINKS, return_softmax_lse=True,
+        **where, **arguments,
+    )  # fmt: skip
+    for b in range(3):
+        mine, keys = slice(*starts[b : b + 2].tolist()), (rows[b : b + 1], slice(int(used[b])))
+        expected = reference.attention(q[None, mine], k_cache[keys], v_cache[keys], learnable_sink=SINKS, **arguments)
+        torch.testing.assert_close(ours[0][mine], expected[0][0].float(), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(ours[1][:, mine], expected[1][0].float(), atol=2e-6, rtol=1e-5)
+    if not paged:  # every row in its own place, all with one length
+        ours = flash_attn_interface.flash_attn_with_kvcache(q, *caches, cache_seqlens=7, cu_seqlens_q=starts, causal=True)
+        expected = reference.attention(q[None, 6:9], k_cache[1:2, :7], v_cache[1:2, :7], causal=True)[0]
+        torch.testing.assert_close(ours[6:9], expected[0].float(), atol=2e-6, rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------------- bert_padding

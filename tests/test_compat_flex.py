@@ -1,5 +1,6 @@
 """tilewise.compat.flex against the reference and against torch's own flex_attention, on the public examples of both."""
 
+import copy
 import doctest
 import inspect
 
@@ -8,7 +9,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from tilewise import BlockMask, UnsupportedAttention, masks, reference
-from tilewise.compat import flex
+from tilewise.compat import flex, flex_mask
 from tilewise.compat.flex import AuxRequest, and_masks, create_block_mask, flex_attention, noop_mask, or_masks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -193,5 +194,37 @@ def test_tilewise_masks_are_block_masks_too() -> None:
         torch.testing.assert_close(flex_attention(*x, block_mask=mask), expected)
 
 
+@pytest.mark.parametrize("name", [name for name, (mask_mod, _) in EXAMPLES.items() if mask_mod is not None])
+def test_a_mask_answers_to_the_names_of_torch_s(name: str) -> None:
+    sizes = (B if name == "prefix-LM" else None, None, S, S)
+    own, theirs = (module.create_block_mask(EXAMPLES[name][0], *sizes, device="cpu", BLOCK_SIZE=16) for module in (flex, torch_flex))
+    for attribute in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(own, attribute), getattr(theirs, attribute)), attribute
+    assert (own.shape, own.seq_lengths, own.BLOCK_SIZE, own.mask_mod) == (theirs.shape, (S, S), (16, 16), theirs.mask_mod)
+    assert own.sparsity() == theirs.sparsity() and own.numel() == theirs.numel()
+    assert torch.equal(own.to_dense(), theirs.to_dense())
+    for part in (slice(0, 3), slice(None)):
+        assert torch.equal(own[:, :, part].to_dense(), theirs[:, :, part].to_dense())
+    x = inputs()
+    expected = flex_attention(*x, block_mask=own)
+    assert torch.equal(flex_attention(*x, block_mask=own.as_torch()), expected)
+    for again in (copy.deepcopy(own), own.to("cpu")):
+        assert isinstance(again, flex.BlockMask) and torch.equal(flex_attention(*x, block_mask=again), expected)
+    shorter = [x[0][:, :, :40], *x[1:]]
+    torch.testing.assert_close(flex_attention(*shorter, block_mask=own._adjust(40, S)), expected[:, :, :40])
+
+
+def test_what_a_mask_does_not_have() -> None:
+    mask = create_block_mask(causal, None, None, S, S, device="cpu")
+    with pytest.raises(AttributeError, match="no attribute 'kv_blocks'"):
+        mask.kv_blocks  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'mask_mod'"):
+        flex.BlockMask(masks.Causal(), S).mask_mod  # noqa: B018
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    made = flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(S, S))
+    assert torch.equal(flex_attention(*inputs(), block_mask=made), flex_attention(*inputs(), block_mask=mask))
+
+
 def test_doctests() -> None:
-    assert doctest.testmod(flex, extraglobs={"torch": torch}).failed == 0
+    for module in (flex, flex_mask):
+        assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0

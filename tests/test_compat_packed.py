@@ -69,3 +69,16 @@ def test_bounds_may_be_tensors(module) -> None:
     offsets, most = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor(4)
     got = module.flash_attn_varlen_func(q, q, q, offsets, offsets, most, most, causal=True)
     torch.testing.assert_close(got, module.flash_attn_varlen_func(q, q, q, offsets, offsets, 4, 4, causal=True))
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+def test_keys_in_pages(name: str) -> None:
+    """Chunks of prompts over their earlier keys, as serving loops call version 2 (and its relatives by the other name)."""
+    q, pages = torch.randn(9, 4, 16), torch.randn(2, 6, 4, 2, 16)
+    table = torch.tensor([[3, 0], [1, 1], [5, 2], [4, 3]], dtype=torch.int32)
+    out = flash_attn.flash_attn_varlen_func(
+        q, *pages, OFFSETS_Q, OFFSETS_K, 5, 7, softmax_scale=0.3, causal=True, window_size=(3, 0), **{name: table}
+    )
+    k, v = (torch.cat([x[table[b]].flatten(0, 1)[:length] for b, length in enumerate(LENGTHS_K)]) for x in pages)
+    expected, _ = each_sequence(q, k, v, softmax_scale=0.3, causal=True, window_size=(3, 0))
+    torch.testing.assert_close(out, expected.float(), atol=2e-6, rtol=1e-5)

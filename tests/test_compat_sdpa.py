@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import bias
 
-from tilewise import UnsupportedAttention, reference
+from tilewise import UnsupportedAttention, attention, reference
 from tilewise.compat.sdpa import scaled_dot_product_attention
 from tilewise.integrations import torch_sdpa
 
@@ -79,6 +82,27 @@ def test_grouped_heads(shapes) -> None:
     same_as_torch(q, k, v, enable_gqa=True, attn_mask=mask)
     with pytest.raises(ValueError, match="enable_gqa=True"):
         scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (7, 3)], ids=str)
+@pytest.mark.parametrize("make", [bias.causal_upper_left, bias.causal_lower_right], ids=lambda f: f.__name__)
+def test_torch_s_causal_biases(make, sizes: tuple[int, int], heads: int) -> None:
+    """Tensors without contents: `torch.nn.attention.bias` makes them for this argument alone."""
+    q, k, v = tensors((2, heads, sizes[0], 8), (2, heads, sizes[1], 8), (2, heads, sizes[1], 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of rows without keys, which are zeros here
+        triangle = make(*sizes)
+    visible = torch.ones(sizes, dtype=torch.bool).tril(0 if make is bias.causal_upper_left else sizes[1] - sizes[0])
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=triangle), expected, atol=1e-12, rtol=1e-10)
+    causal = F.scaled_dot_product_attention(q, k, v, attn_mask=visible & torch.ones_like(visible).tril())
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, triangle, is_causal=True), causal, atol=1e-12, rtol=1e-10)
+    with pytest.raises(ValueError, match="causal bias of 4 queries and 9 keys"):
+        scaled_dot_product_attention(q, k, v, attn_mask=make(4, 9))
+    for name in ("mask", "bias"):
+        with pytest.raises(TypeError, match=f"{name} is torch's CausalBias; give causal=True"):
+            attention(q, k, v, **{name: triangle}, layout="bhsd")
 
 
 def test_a_query_whose_keys_are_all_masked_gives_zeros() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tilewise import UnsupportedAttention, attention, masks
+from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, masks
 from tilewise.integrations.dtensor import allowed, sharded_dim
 
 from .small import Block
@@ -62,6 +62,71 @@ def check_dtensors() -> None:
     torch.testing.assert_close(shared.full_tensor(), attention(whole[0], whole[1][:, :, :1], whole[2][:, :, :1]))
 
 
+def check_lengths_and_packed_sequences() -> None:
+    """Grouped heads beside lengths of each item in either layout, and packed sequences over their heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 6, 6, 8), (2, 7, 2, 8), (2, 7, 2, 5), (2, 6, 6, 5)))
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in ([3, 6], [7, 2])]
+    for layout, heads in (("bshd", 2), ("bhsd", 1)):
+        whole = [x if layout == "bshd" else x.transpose(1, 2).contiguous() for x in (q, k, v, weight)]
+        for dim in (heads, 0):
+
+            def run(parts: list[Tensor], used: list[Tensor], layout: str = layout) -> list[Tensor]:
+                leaves = [x.detach().requires_grad_() for x in parts[:3]]
+                out = attention(*leaves, causal=True, window_size=(3, -1), seqused_q=used[0], seqused_k=used[1], layout=layout)
+                return [out, *torch.autograd.grad((out * parts[3]).sum(), leaves)]
+
+            used = [distribute_tensor(x, mesh, [Shard(0) if dim == 0 else Replicate()]) for x in lengths]
+            got = run([distribute_tensor(x, mesh, [Shard(dim)]) for x in whole], used)
+            assert got[0].placements == (Shard(dim),)
+            for a, b in zip(got, run(whole, lengths), strict=True):
+                torch.testing.assert_close(a.full_tensor(), b)
+
+    packed, offsets = [x[0] for x in (q, k[:, :6], v[:, :6])], torch.tensor([0, 4, 6], dtype=torch.int32)
+    parts = [distribute_tensor(x, mesh, [Shard(1)]) for x in packed]
+    everywhere = distribute_tensor(offsets, mesh, [Replicate()])
+    out = attention_varlen(*parts, everywhere, everywhere, causal=True)
+    assert out.placements == (Shard(1),)
+    torch.testing.assert_close(out.full_tensor(), attention_varlen(*packed, offsets, offsets, causal=True))
+
+    query, *caches = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q[:, :1], k, v))  # a decoding step: each rank its heads
+    with pytest.raises(NotImplementedError, match="attention_cached"):
+        attention_with_kvcache(query, *caches)
+    token = DTensor.from_local(attention_with_kvcache(*(x.to_local() for x in (query, *caches))), mesh, [Shard(2)])
+    torch.testing.assert_close(token.full_tensor(), attention_with_kvcache(q[:, :1], k, v))
+
+
+def check_tensor_parallel_modules() -> None:
+    """torch's own plan for a block: projections sharded by columns, then by rows; their outputs stay DTensors through attention."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Attend(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = torch.nn.Linear(16, 32), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.out = torch.nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (project(x).unflatten(-1, (-1, 8)) for project in (self.q, self.k, self.v))
+            return self.out(attention(q, k, v, causal=True).flatten(-2))
+
+    torch.manual_seed(0)
+    alone, sharded = Attend(), Attend()
+    sharded.load_state_dict(alone.state_dict())
+    columns = ColwiseParallel(use_local_output=False)
+    parallelize_module(sharded, init_device_mesh("cpu", (2,)), {"q": columns, "k": columns, "v": columns, "out": RowwiseParallel()})
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(sharded(x), alone(x))
+    for module in (alone, sharded):
+        module(x).square().mean().backward()
+    for a, b in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-6)
+
+
 def check_fsdp() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -85,6 +150,8 @@ def work(rank: int, port: int) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     try:
         check_dtensors()
+        check_lengths_and_packed_sequences()
+        check_tensor_parallel_modules()
         check_fsdp()
     finally:
         torch.distributed.destroy_process_group()

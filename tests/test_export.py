@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise import attention, cost, ops
+from tilewise import attention, attention_with_kvcache, cost, ops
 
 from .helpers import make_inputs
 from .small import double
@@ -26,21 +26,29 @@ OPS = torch.ops.tilewise
 class Attend(torch.nn.Module):
     """A module whose call has something of everything: a captured tensor, a bias, a sink."""
 
-    def __init__(self, plain: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.plain = plain
         self.gate, self.sink = (torch.nn.Parameter(torch.randn(2)) for _ in range(2))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.plain:
-            return attention(q, k, v, causal=True)
         return attention(q, k, v, causal=True, learnable_sink=self.sink, score_mod=lambda s, b, h, i, j: s * self.gate[h])
 
 
-def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
+class Serve(torch.nn.Module):
+    """A prompt's attention and a step over a cache, which is written to: calls that capture no tensor."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        last = [x[:, -1:] for x in (q, k, v)]
+        return attention(q, k, v, causal=True), attention_with_kvcache(
+            last[0], k_cache, v_cache, *last[1:], cache_seqlens=used, causal=True
+        )
+
+
+def exported(module: torch.nn.Module, *more: Tensor) -> torch.export.ExportedProgram:
     size = torch.export.Dim("size", min=2, max=4096)
+    shapes = [{1: size}] * 3 + [None] * len(more)
     with torch.no_grad():
-        return torch.export.export(module, tuple(make_inputs(2, 9, heads=2).values()), dynamic_shapes=[{1: size}] * 3)
+        return torch.export.export(module, (*make_inputs(2, 9, heads=2).values(), *more), dynamic_shapes=shapes)
 
 
 def test_an_exported_program_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -53,14 +61,18 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_an_aot_inductor_package_is_compiled_loaded_and_run(tmp_path: Path) -> None:
-    """The call without captured tensors is the one whose empty list a package cannot carry."""
-    module = Attend(plain=True)
+    """Calls without captured tensors are those whose empty list a package cannot carry. A cache is written to in place there too."""
+    module, used = Serve(), torch.tensor([3, 5], dtype=torch.int32)
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-    path = torch._inductor.aoti_compile_and_package(exported(module), package_path=str(tmp_path / "attend.pt2"), inductor_configs=options)
+    program = exported(module, *torch.randn(2, 2, 16, 2, 16), used)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "serve.pt2"), inductor_configs=options)
     loaded = torch._inductor.aoti_load_package(path)
     for size in (9, 31):
-        other = make_inputs(2, size, heads=2)
-        torch.testing.assert_close(loaded(*other.values()), module(**other))
+        other, caches = make_inputs(2, size, heads=2), torch.randn(2, 2, 16, 2, 16)
+        theirs, ours = caches.clone(), caches.clone()
+        for a, b in zip(loaded(*other.values(), *theirs.unbind(), used), module(*other.values(), *ours.unbind(), used), strict=True):
+            torch.testing.assert_close(a, b)
+        assert torch.equal(theirs, ours) and not torch.equal(theirs, caches)
 
 
 @pytest.mark.parametrize("tracing", ["real", "symbolic"])

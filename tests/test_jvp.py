@@ -167,13 +167,10 @@ def test_max_logits_raises() -> None:
         attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, return_aux="max_logits")
 
 
-def test_torchs_older_vmap_raises() -> None:
-    """torch.func's is the one with rules for operators of libraries."""
+def test_torchs_older_vmap_in_forward_mode_raises_in_words() -> None:
+    """torch.func's has rules for it. The older one in reverse mode is served: see `test_public_faults_interfaces`."""
     q, k, v = qkv(b=1, sq=2, sk=3, hq=1, hk=1, d=2)
-    out = attention(q, k, v)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.autograd.grad(out, q, torch.randn(3, *out.shape).double(), is_grads_batched=True)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+    with pytest.raises(NotImplementedError, match=r"use torch.func.jacfwd"):
         torch.autograd.functional.jacobian(lambda q: attention(q, k, v), q, vectorize=True, strategy="forward-mode")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 import tilewise
-from tilewise import UnsupportedAttention, attention, attention_with_kvcache, masks
+from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, masks
 from tilewise.kernels import tiled_cache
 from tilewise.kvcache import reference
 from tilewise.kvcache.packed import attention_over_pages, varlen_over_pages
@@ -287,6 +288,41 @@ def test_an_input_that_requires_grad_raises():
         attention_with_kvcache(**given, learnable_sink=sink)
     with torch.no_grad():
         assert not attention_with_kvcache(**given, learnable_sink=sink).requires_grad
+
+
+def over_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Tensor) -> Tensor:
+    """One query a sequence, each row of the cache being one page."""
+    starts, used, table = torch.arange(3, dtype=I32), torch.full((2,), 9, dtype=I32), torch.arange(2, dtype=I32)[:, None]
+    return attention_varlen(q[:, 0], k_cache, v_cache, starts, None, seqused_k=used, page_table=table, **options)
+
+
+def jvp(call, x: Tensor, u: Tensor) -> Tensor:
+    return torch.func.jvp(call, (x,), (u,))[1]
+
+
+def dual(call, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda call, x: jvp(call, x, x),
+        lambda call, x: torch.no_grad()(jvp)(call, x, x),
+        dual,
+        lambda call, x: torch.func.grad(lambda s: jvp(call, x * s, x).sum())(torch.ones(())),
+        lambda call, x: torch.func.vmap(lambda s: jvp(call, x, x * s))(torch.ones(2)),
+    ],
+    ids=["jvp", "jvp without grad", "dual tensors", "grad of jvp", "vmap of jvp"],
+)
+@pytest.mark.parametrize("function", [attention_with_kvcache, over_pages])
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "alibi_slopes", "learnable_sink"])
+def test_an_input_with_a_tangent_raises(name: str, function, way):
+    """An operator without a rule for forward mode gives a tangent of zeros in torch.func, and no error."""
+    given = {**cached(), "alibi_slopes": torch.rand(4), "learnable_sink": torch.randn(4)}
+    with pytest.raises(UnsupportedAttention, match=f"^{name.replace('_cache', '(_cache)?')} (carries a tangent|requires grad)"):
+        way(lambda x: function(**{**given, name: x}), given[name])
 
 
 # ----------------------------------------------------------------------------------------------------------- bug reports: D

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 
-from tilewise import UnsupportedAttention
+from tilewise import UnsupportedAttention, score_mod
 from tilewise.expressions import SUPPORTED
 from tilewise.score_mod import Program, trace_mask_mod, trace_score_mod
 
@@ -104,9 +105,11 @@ SCORE_FUNCTIONS = {
     "logical": lambda s, b, h, q, k: torch.where(torch.logical_and(q > 1, ~(k < 3)).logical_or(torch.logical_not(h)), s, -s),
     "documents": lambda s, b, h, q, k: torch.where(DOCS[b, q] == DOCS[b, k], s, s - 5),
     "constants like": lambda s, b, h, q, k: (
-        torch.where(KEEP[q, k], s, torch.full_like(s, 0.5)) + torch.zeros_like(s) + s.new_tensor(2.0)
-        if isinstance(s, torch.Tensor)
-        else torch.where(KEEP[q, k], s, torch.full_like(s, 0.5)) + torch.zeros_like(s) + 2.0
+        torch.where(KEEP[q, k], s, torch.full_like(s, 0.5)) + torch.zeros_like(s) + s.new_tensor(2.0) + q.new_tensor(3)
+    ),
+    "constants of another kind": lambda s, b, h, q, k: (
+        s * torch.full_like(q, 0.5, dtype=torch.float64)
+        + torch.where(torch.ones_like(k, dtype=torch.bool) & (q >= k), k.new_full((), 0.25, dtype=torch.float64), s.new_zeros(()))
     ),
     "constant": lambda s, b, h, q, k: 1.5,
     "integer result": lambda s, b, h, q, k: q - k,
@@ -132,6 +135,24 @@ def test_programs_compute_the_function_and_its_gradients(name):
     dscore, dcaptured = program.vjp(env, values, grad)
     assert all((found is None) == (not tensor.is_floating_point()) for tensor, found in zip(captured, dcaptured, strict=True))
     assert_same_gradients(score, expected, grad, dscore, captured, dcaptured)
+
+
+@pytest.mark.parametrize("name", SCORE_FUNCTIONS)
+def test_memory_that_is_used_again_changes_nothing(name, monkeypatch):
+    monkeypatch.setattr(score_mod, "_LARGE", 0)
+    text, captured = trace_score_mod(SCORE_FUNCTIONS[name], "cpu")
+    program, values, memory = Program.parse(text), [x.detach() for x in captured], score_mod.Memory()
+    env, grad = {"score": scores(), **indices()}, torch.randn(B, H, SQ, SK, dtype=torch.float64)
+    expected = program.evaluate(env, values), program.vjp(env, values, grad)
+    for _ in range(2):
+        torch.testing.assert_close(program.evaluate(env, values, memory), expected[0], rtol=0, atol=0)
+        found = program.vjp(env, values, grad, memory=memory)
+        torch.testing.assert_close(found[0], expected[1][0], rtol=0, atol=0)
+        for one, other in zip(found[1], expected[1][1], strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    made = len(memory.all)
+    program.evaluate(env, values, memory)
+    assert len(memory.all) == made
 
 
 def assert_same_gradients(score, expected, grad, dscore, captured, dcaptured):
@@ -170,6 +191,9 @@ MASK_FUNCTIONS = {
     "tensor": lambda b, h, q, k: KEEP[q, k],
     "threshold": lambda b, h, q, k: SLOPES.detach()[h] * (q - k) > 0.25,
     "always": lambda b, h, q, k: True,
+    "always, in torch's words": flex_attention.noop_mask,
+    "torch's and": flex_attention.and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: KEEP[q, k]),
+    "torch's or": flex_attention.or_masks(lambda b, h, q, k: q > k, flex_attention.and_masks(lambda b, h, q, k: k < b)),
     "captured loop": lambda b, h, q, k: sum((k == 2 * n for n in range(3)), k > q) > 0,
 }
 
@@ -187,6 +211,8 @@ def test_texts_read_as_what_they_compute():
     assert trace_score_mod(SCORE_FUNCTIONS["causal"])[0] == "where(q_idx >= kv_idx, score, -inf)"
     assert trace_score_mod(SCORE_FUNCTIONS["shared"])[0] == "t0 = tanh(score) + f0[h]\nt1 = t0 * t0\nt1 + log(t1 + 1.0)"
     assert trace_mask_mod(MASK_FUNCTIONS["document"])[0] == "(i0[b, q_idx] == i0[b, kv_idx]) & (kv_idx <= q_idx)"
+    both = flex_attention.and_masks(MASK_FUNCTIONS["causal"], flex_attention.or_masks(MASK_FUNCTIONS["window"]))
+    assert trace_mask_mod(both)[0] == "(q_idx >= kv_idx) & (abs(q_idx - kv_idx) <= 2)"
     program = Program.parse("score * f0")
     assert pickle.loads(pickle.dumps(program)) == program
 
@@ -305,6 +331,8 @@ def test_arithmetic_is_that_of_the_accumulator(dtype):
         (lambda s, b, h, q, k: s.view(1), "'view' cannot be traced"),
         (lambda s, b, h, q, k: torch.nn.functional.softmax(s, 0), "'softmax' cannot be traced"),
         (lambda s, b, h, q, k: s.add_(1), "'add_' cannot be traced"),
+        (lambda s, b, h, q, k: s.new_ones(1), "has size .., not 1"),
+        (lambda s, b, h, q, k: s + q.new_zeros((2,)), "has size .., not .2,"),
         (lambda s, b, h, q, k: s if q > k else 0.0, "decides in Python.*torch.where"),
         (lambda s, b, h, q, k: s * (q > k and k > 1), "decides in Python"),
         (lambda s, b, h, q, k: max(s, 0), "torch.maximum"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -93,12 +94,45 @@ def test_an_unsupported_pair_is_told_in_one_sentence(torch_version: str, triton_
         assert "\n" not in problem and problem.count(". ") == 0
 
 
-def test_the_sentence_is_a_warning_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tilewise/__init__.py` calls this; that importing tilewise brings no Triton is tested with the package."""
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "3.2.0")
-    with pytest.warns(UserWarning, match=r"tilewise supports torch 2\.11 .* has Triton 3\.2\.0"):
-        versions.check()
-    assert "_check_versions()" in (SOURCE / "__init__.py").read_text()
+def test_the_sentence_comes_before_what_an_old_torch_breaks() -> None:
+    printed = run(
+        """
+        import sys, warnings
+        import torch
+
+        torch.__version__ = "2.6.0"
+        sys.modules["tilewise.api"] = None  # stands for the first import that fails there
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                import tilewise
+            except ImportError:
+                print(*[x.message for x in caught if "tilewise supports" in str(x.message)])
+        """
+    )
+    assert "torch 2.11 or newer" in printed and "has torch 2.6.0" in printed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the warning is about the Triton that is installed")
+def test_the_sentence_is_a_warning_at_import() -> None:
+    """Once, with everything still importable and the tiled path at work."""
+    printed = run(
+        """
+        import importlib.metadata, warnings
+        import torch
+
+        version = importlib.metadata.version
+        importlib.metadata.version = lambda name: "3.2.0" if name == "triton" else version(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import tilewise
+        print(*[x.message for x in caught if "tilewise supports" in str(x.message)], sep="\\n")
+        print(tilewise.attention(*torch.randn(3, 1, 4, 2, 8)).shape)
+        """
+    )
+    sentence, shape = printed.strip().splitlines()
+    assert "torch 2.11 or newer with Triton 3.6 or newer" in sentence and "has Triton 3.2.0" in sentence
+    assert shape == "torch.Size([1, 4, 2, 8])"
 
 
 # ------------------------------------------------------------------------------------------------------- Triton's cache folder

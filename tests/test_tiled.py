@@ -157,7 +157,8 @@ def visited(t: Operands, r: Rules) -> tuple[Tensor, int]:
     for c in chunks.chunks(t, r, SMALL):
         for i in chunks.query_tiles(c):
             for j, hidden in chunks.key_tiles(c, i):
-                tile = seen[c.b, c.heads, i, j.start : j.stop]
+                assert i.listed is None and j.one_run is not None
+                tile = seen[c.b, c.heads, i.runs[0], j.one_run]
                 tile += 1 if hidden is None else (~hidden).long()
                 computed += tile.numel()
     return seen, computed
@@ -311,6 +312,65 @@ def test_finite_scores_are_never_masked_however_low() -> None:
     out, _ = run(t, Rules(1.0))
     torch.testing.assert_close(out.out[0, 0, 0], (t.v[0, 0, 0] + t.v[0, 0, 2]) / 2)
     torch.testing.assert_close(out.lse, torch.full((1, 1, 2), -1e30))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 2.0},
+        {"bias": (2, 4, 70, 90)},
+        {"bias": (4, 1, 90), "softmax_scale": 0.3, "causal": True},
+        {"bias": (1, 70, 90), "softcap": 3.0, "learnable_sink": (4,)},
+        {"softmax_scale": -0.3, "window_size": (20, 3), "alibi_slopes": (4,)},
+        {"softmax_scale": 0.0, "dropout_p": 0.3, "dropout_seed": 5},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_bfloat16_is_as_exact_as_unfused_attention(options: dict[str, Any], small_tiles: None) -> None:
+    tensors = {"bias": torch.bfloat16, "alibi_slopes": torch.float32, "learnable_sink": torch.float32}
+    arguments = {name: torch.rand(value).to(tensors[name]) if name in tensors else value for name, value in options.items()}
+    q, k, v = (torch.randn(2, n, h, 16).bfloat16() for n, h in ((70, 4), (90, 2), (90, 2)))
+    compare({"q": q, "k": k, "v": v, **arguments}, "tiled")
+
+
+@pytest.mark.parametrize("held", [1.0, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_bias_hides_is_selected_away_where_it_must_be(dtype: torch.dtype, held: float, small_tiles: None) -> None:
+    """Keys 20 to 39 are hidden from everyone by a bias of -inf, and whatever they hold, nothing moves."""
+    bias = torch.randn(1, 2, 30, 40, dtype=dtype)
+    bias[..., 20:] = -math.inf
+    t = operands(1, 2, 1, 30, 40, 8, dtype=dtype, bias=bias)
+    whole = run(t, Rules(0.25))
+    t.k[:, :, 20:], t.v[:, :, 20:] = held, held
+    assert chunks.tame(t, Rules(0.25)) == (held == 1.0)
+    changed = run(t, Rules(0.25))
+    for name in ("out", "lse"):
+        assert torch.equal(getattr(changed[0], name), getattr(whole[0], name))
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert torch.equal(getattr(changed[1], name), getattr(whole[1], name))
+    assert not changed[1].dk[:, :, 20:].any() and not changed[1].dbias[..., 20:].any()
+
+
+def test_a_score_function_does_not_bring_back_what_a_bias_hides(small_tiles: None) -> None:
+    bias = torch.zeros(30, 40, dtype=torch.float64).masked_fill(torch.rand(30, 40) < 0.5, -math.inf)
+    q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (30, 40, 40))
+    compare({"q": q, "k": k, "v": v, "bias": bias, "score_mod": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0)}, "tiled")
+
+
+def test_a_bias_skips_tiles_that_it_hides() -> None:
+    t = operands(
+        1, 1, 1, 64, 64, 2, bias=torch.zeros(1, 1, 64, 64, dtype=torch.float64).masked_fill(~torch.ones(64, 64).tril().bool(), -math.inf)
+    )
+    computed = [
+        sum(
+            i.rows * j.width
+            for c in chunks.chunks(t, Rules(1.0), SMALL, tame=tame)
+            for i in chunks.query_tiles(c)
+            for j, _ in chunks.key_tiles(c, i)
+        )
+        for tame in (False, True)
+    ]
+    assert computed[0] == computed[1] < 0.7 * 64 * 64
 
 
 def test_pieces_cover_a_range_in_equal_parts() -> None:

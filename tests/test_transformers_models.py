@@ -132,9 +132,35 @@ def test_bert_with_padding() -> None:
     agree_with_eager(make, inputs, "AutoModel", "last_hidden_state", mask.bool())
 
 
+@pytest.mark.parametrize("config", ["SplinterConfig", "MarkupLMConfig", "LayoutLMConfig"])
+def test_encoders_whose_layers_do_not_say_that_they_are_not_causal(config: str) -> None:
+    """Without padding they get no mask: every token sees every other all the same."""
+    make = lambda: getattr(transformers, config)(**ENCODER, vocab_size=64)  # noqa: E731
+    agree_with_eager(make, dict(input_ids=tokens(2, 9)), "AutoModel", "last_hidden_state")
+
+
 def test_vit() -> None:
     make = lambda: transformers.ViTConfig(**ENCODER, image_size=16, patch_size=4)  # noqa: E731
     agree_with_eager(make, dict(pixel_values=torch.randn(2, 3, 16, 16)), "AutoModel", "last_hidden_state")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("MptConfig", dict(d_model=32, n_layers=1, n_heads=4)), ("BloomConfig", dict(hidden_size=32, n_layer=1, n_head=4))]
+)
+def test_models_that_apply_their_mask_themselves_are_refused(kind: str, sizes: dict[str, int]) -> None:
+    """They would take what is visible for numbers to add, or for what is hidden."""
+    model = build(lambda: getattr(transformers, kind)(vocab_size=64, **sizes), "tilewise", torch.float32, "AutoModelForCausalLM")
+    with pytest.raises(UnsupportedAttention, match="attention interface"):
+        model(input_ids=tokens(2, 6), attention_mask=torch.tensor([[1] * 6, [0] * 2 + [1] * 4]))
+
+
+def test_a_vision_model_that_pools_with_its_mask() -> None:
+    """SigLIP 2 repeats the mask over the heads of a module of torch's, and makes numbers of it by `where`."""
+    make = lambda: transformers.Siglip2VisionConfig(**ENCODER, patch_size=4, num_patches=16)  # noqa: E731
+    patches = torch.tensor([[1] * 16, [1] * 12 + [0] * 4])
+    shapes = torch.tensor([[4, 4], [3, 4]])
+    inputs = dict(pixel_values=torch.randn(2, 16, 48), pixel_attention_mask=patches, spatial_shapes=shapes)
+    agree_with_eager(make, inputs, "AutoModel", "pooler_output")
 
 
 def test_t5_with_its_relative_bias() -> None:

@@ -110,6 +110,21 @@ def blocks(library, mask_mod):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
+def test_masks_that_torch_built_and_combined(name: str) -> None:
+    """Half of a program may keep torch's import: its block masks and its `and_masks` and `or_masks` are served as they are."""
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float64) for _ in range(3))
+    torch.manual_seed(0)
+    score_mod, mask_mod, _ = PATTERNS[name](torchs)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = blocks(torchs, torchs.noop_mask if mask_mod is None else mask_mod)
+        expected = torchs.flex_attention(q, k, v, score_mod=score_mod, block_mask=given)
+        for block_mask in (given, blocks(ours, torchs.noop_mask if mask_mod is None else mask_mod)):
+            out = ours.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask)
+            torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
 def test_pattern(name: str) -> None:
     q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float64) for _ in range(3))
     mask_mod = PATTERNS[name](torchs)[1]
@@ -129,3 +144,20 @@ def test_pattern(name: str) -> None:
     weights = torch.randn_like(out)
     for mine, theirs in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (out, exact)), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("library", [ours, torchs], ids=["our masks", "torch's masks"])
+def test_a_decoding_loop_takes_rows_of_one_mask(library) -> None:
+    """A static cache, one mask for all of it: each step takes the row of blocks of its token and moves the function to its place."""
+    q, k, v = (torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64) for _ in range(3))
+    whole = library.create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+
+    def moved(mask_mod, offset):
+        return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)
+
+    steps = []
+    for place in torch.arange(20, 40)[:, None]:
+        mask = whole[:, :, place // whole.BLOCK_SIZE[0]]
+        mask.mask_mod, mask.seq_lengths = moved(whole.mask_mod, place[0]), (1, LENGTH)
+        steps.append(ours.flex_attention(q[:, :, place], k, v, block_mask=mask))
+    torch.testing.assert_close(torch.cat(steps, 2), reference.attention(q, k, v, causal=True, layout="bhsd")[0][:, :, 20:40])

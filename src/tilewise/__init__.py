@@ -2,6 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .versions import check as _check_versions
+
+_check_versions()  # before imports that an unsupported torch may not survive
+
 from . import masks, packing
 from .api import Aux, attention
 from .block_mask import BlockMask
@@ -9,13 +13,11 @@ from .errors import UnsupportedAttention
 from .kvcache import attention_with_kvcache
 from .merging import merge
 from .varlen import attention_varlen
-from .versions import check as _check_versions
 
 if TYPE_CHECKING:
     from .explaining import explain
 
 __version__ = "0.1.0"
-_check_versions()
 __all__ = [
     "Aux",
     "BlockMask",

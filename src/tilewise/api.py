@@ -284,12 +284,20 @@ def prepare(
         window_left, window_right = intersection((window_left, window_right), (lowered.window_left, lowered.window_right))
         mask_mod, captured, dense = lowered.program_text, list(lowered.captured), lowered.dense
     if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod is {score_mod!r}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, or None")
+        raise TypeError(
+            f"score_mod is of type {type(score_mod).__name__}; it must be a function f(score, b, h, q_idx, kv_idx) that returns a score, "
+            "or None"
+        )
     if score_mod is not None and backend != "reference":
         from .score_mod import trace_score_mod
 
         score_text, score_captured = trace_score_mod(score_mod, q.device, first=len(captured))
         captured = captured + list(score_captured)
+    if mask_mod or score_text:
+        from .score_mod import check_reads
+
+        for text in (mask_mod, score_text):
+            check_reads(text, captured, sizes.batch, sizes.heads)
 
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else typed("deterministic", deterministic, bool)
     operands = dict(
@@ -311,9 +319,8 @@ def prepare(
         block_n=0 if lists is None else lists.block_n,
     )
     aux = ",".join(name for name in ops.AUX if name in aux_names)
-    wants_aux = return_aux != () and return_aux is not None
     packed = dict.fromkeys(ops.PACKED) if packing is None else packing._asdict()
-    return Prepared(operands | rules | blocks | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, wants_aux, same_meaning)
+    return Prepared(operands | rules | blocks | packed | dict(out_dtype=out_dtype, aux=aux), aux_names, bool(aux_names), same_meaning)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -161,6 +161,13 @@ class BlockMask:
                 f"BlockMask.from_bsr: crow_indices has shape {tuple(crow_indices.shape)}; {seqlen_q} queries in blocks of {block_m} need "
                 f"({rows + 1},)"
             )
+        if col_indices.device.type == "cpu" and col_indices.numel():
+            low, high = int(col_indices.min()), int(col_indices.max())
+            if low < 0 or high >= columns:
+                raise ValueError(
+                    f"BlockMask.from_bsr: col_indices holds numbers from {low} to {high}; {seqlen_k} keys in blocks of {block_n} have the "
+                    f"numbers 0 to {columns - 1}"
+                )
         entries = torch.arange(col_indices.shape[0], device=col_indices.device)
         row = torch.searchsorted(crow_indices[1:].to(torch.int64).contiguous(), entries, right=True)
         bits = torch.zeros(rows, columns, dtype=torch.bool, device=col_indices.device)
@@ -194,6 +201,11 @@ class BlockMask:
                 f"BlockMask.from_topk: indices has shape {tuple(indices.shape)}; {seqlen_q} queries in blocks of {block_m} need "
                 f"(B or 1, H or 1, {rows}, k)"
             )
+        if indices.device.type == "cpu" and indices.numel() and int(indices.max()) >= columns:
+            raise ValueError(
+                f"BlockMask.from_topk: indices holds {int(indices.max())}; {seqlen_k} keys in blocks of {block_n} have the numbers 0 to "
+                f"{columns - 1}, and -1 stands for no block"
+            )
         chosen = torch.where(indices < 0, columns, indices.long())
         bits = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.bool, device=indices.device)
         bits = bits.scatter_(3, chosen, True)[..., :columns]
@@ -212,6 +224,11 @@ class BlockMask:
         >>> BlockMask.from_flex(flex).counts()
         {'empty': 1, 'partial': 2, 'full': 1}
         """
+        if not hasattr(block_mask, "kv_num_blocks"):
+            raise TypeError(
+                f"BlockMask.from_flex: block_mask is {type(block_mask).__name__}; it must come from create_block_mask of "
+                "torch.nn.attention.flex_attention"
+            )
         seqlen_q, seqlen_k = block_mask.seq_lengths
         partial = block_mask.kv_num_blocks, block_mask.kv_indices
         full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -219,6 +236,11 @@ class BlockMask:
         size = tuple(min(block, -(-length // 16) * 16) for block, length in zip(block_mask.BLOCK_SIZE, (seqlen_q, seqlen_k), strict=True))
         sizes = served(size)
         rows, columns = -(-seqlen_q // size[0]), -(-seqlen_k // size[1])
+        if partial[0].shape[2] < rows:
+            raise ValueError(
+                f"BlockMask.from_flex: block_mask has {partial[0].shape[2]} rows of blocks, and its seq_lengths say {seqlen_q} queries, "
+                f"which fill {rows}: it was sliced; set its seq_lengths to (queries, {seqlen_k}), its mask_mod to one that counts from them"
+            )
 
         def bits(number: Tensor, index: Tensor) -> Tensor:
             listed = torch.arange(index.shape[3], device=index.device) < number[..., None]
@@ -274,7 +296,7 @@ class BlockMask:
         tensor([[1, 0],
                 [2, 1]], dtype=torch.uint8)
         """
-        result = torch.zeros(*self.shape[:3], self.grid.columns + 1, dtype=torch.uint8, device=self.device)
+        result = torch.zeros(self.batch, self.heads, self.grid.rows, self.grid.columns + 1, dtype=torch.uint8, device=self.device)
         lists = self.lists
         for kind, count, index in ((PARTIAL, lists.kv_num, lists.kv_idx), (FULL, lists.kv_full_num, lists.kv_full_idx)):
             listed = torch.arange(index.shape[3], device=index.device) < count[..., None]
@@ -355,7 +377,7 @@ class BlockMask:
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
-        moved = object.__new__(BlockMask)
+        moved = object.__new__(type(self))
         rule = self.rule.to(device)
         lowered = self._lower(rule, device)
         read = tile_cache.versions([*rule.tensors(), *lowered.captured])
@@ -419,6 +441,8 @@ def lists_of_blocks(
 def served(sizes: tuple[int, ...]) -> tuple[int, int]:
     """The largest tiles of which such blocks are made."""
     for size in sizes:
+        if size <= 0:
+            raise ValueError(f"the mask has blocks of {sizes}; a block has at least {BLOCK_SIZES[0]} queries and keys")
         if size % BLOCK_SIZES[0]:
             raise UnsupportedAttention(f"the mask has blocks of {sizes}; tiles need multiples of {BLOCK_SIZES[0]}")
     return tuple(max(served for served in BLOCK_SIZES if size % served == 0) for size in sizes)  # type: ignore[return-value]

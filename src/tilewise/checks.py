@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from .errors import UnsupportedAttention
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDEST = 2**62  # wider than any sequence, and a position that far away is still an int64
 _AUX_NAMES = ("lse", "max_logits", "key_mass", "entropy")
 
 
@@ -55,8 +57,12 @@ def typed(name: str, value: Any, kind: type) -> Any:
         shown = f"{shown} of type " if len(shown) <= 60 and "\n" not in shown else "of type "
         raise TypeError(f"{name} is {shown}{_type_name(value)}; it must be a {kind.__name__}")
     if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
-        layout = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
-        raise TypeError(f"{name} is {layout}; it must be dense: use {name}.to_dense(), or pad it and give its lengths")
+        if value.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor, which does not fit the other arguments; it must be dense: pad it, with "
+                f"{name}.to_padded_tensor(0.0), and give its lengths"
+            )
+        raise TypeError(f"{name} is a tensor of layout {value.layout}; it must be dense: use {name}.to_dense()")
     return value
 
 
@@ -68,8 +74,7 @@ def _type_name(value: Any) -> str:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Sizes:
     """Ranks, dtypes, devices and shapes of q, k and v."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout is {layout!r}; it must be 'bshd' for (B, S, H, D) or 'bhsd' for (B, H, S, D)")
+    check_layout(layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         typed(name, x, Tensor)
         if x.ndim != 4:
@@ -102,6 +107,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Siz
     return Sizes(q.shape[0], q.shape[heads], k.shape[heads], q.shape[seq], k.shape[seq], q.shape[3], v.shape[3], q.device)
 
 
+def check_layout(layout: str) -> None:
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout is {layout!r}; it must be 'bshd' for (B, S, H, D) or 'bhsd' for (B, H, S, D)")
+
+
 def check_window(window_size: Any) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size is {window_size!r}; it must be a pair (left, right), -1 for unlimited")
@@ -110,12 +120,14 @@ def check_window(window_size: Any) -> tuple[int, int]:
             raise TypeError(f"window_size has {side} = {value!r}; it must be an int, -1 for unlimited")
         if value < -1:
             raise ValueError(f"window_size has {side} = {value}; it must be 0 or more keys, or -1 for unlimited")
-    return window_size[0], window_size[1]
+    left, right = (WIDEST if value > WIDEST else value for value in window_size)
+    return left, right
 
 
 def check_finite(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; it must be a number (a Python float)")
+    value = value if isinstance(value, (int, float)) else float(value)  # NumPy's float32 cannot be compared with the largest float64
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not isfinite: torch.compile does not trace it for symbolic numbers
         raise ValueError(f"{name} is {value}; it must be finite")
     return float(value)
@@ -142,6 +154,10 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
     if x is None:
         return None
     typed(name, x, Tensor)
+    if type(x).__module__ == "torch.nn.attention.bias":  # such a tensor stands for a rule: its memory holds nothing
+        raise TypeError(
+            f"{name} is torch's {type(x).__name__}; give causal=True for causal_lower_right, mask=Causal('top_left') for causal_upper_left"
+        )
     if boolean and x.dtype != torch.bool:
         raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
     if not boolean and x.dtype not in _DTYPES:

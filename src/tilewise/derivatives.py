@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -238,8 +238,40 @@ def _register(op: Operator) -> None:
         return list(results) if op.returns_list else results
 
     library.impl(op.name, transformed, "FuncTorchDynamicLayerFrontMode")
+    library.impl(op.name, lambda *flat: _mapped_by_autograd(op, flat), "Batched")
     torch.library.register_autograd(f"tilewise::{op.name}", backward, setup_context=setup_context, lib=library)
     torch.library.register_vmap(f"tilewise::{op.name}", batched, lib=library)
+
+
+class _Mapped(NamedTuple):
+    batch_size: int
+
+
+def _mapped_by_autograd(op: Operator, flat: Sequence[Any]) -> Any:
+    """An operator under ``torch.autograd.grad(is_grads_batched=True)`` and ``torch.autograd.functional.jacobian(vectorize=True)``, which
+    map a backward pass over cotangents by an older vmap of torch, with tensors of its own."""
+
+    def each(rule: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any]) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [each(rule, x, other) for x in value]
+        return rule(value) if isinstance(value, Tensor) and _batched_by_autograd(value) else other(value)
+
+    values = [*flat, *op.defaults[len(flat) :]]
+    found: list[Tensor] = []
+    each(found.append, values, lambda x: None)
+    # A tensor that is unwrapped at a level which is not its own stays one of these.
+    level = next((n for n in range(1, 64) if not _batched_by_autograd(torch._remove_batch_dim(found[0], n, 1, 0))), None)
+    if level is None:
+        raise NotImplementedError("one mapped backward pass within another cannot be served; torch.func.vmap may be nested")
+    plain = each(lambda x: torch._remove_batch_dim(x, level, 1, 0), values, lambda x: x)
+    dims = each(lambda x: 0, values, lambda x: None)
+    size = torch._remove_batch_dim(found[0], level, 1, 0).shape[0]
+    mapped = [torch._add_batch_dim(x, 0, level) for x in vmap(op.overload, op.arguments, _Mapped(size), dims, tuple(plain))]
+    return mapped if op.returns_list else tuple(mapped)
+
+
+def _batched_by_autograd(x: Tensor) -> bool:
+    return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _gradients(op: Operator, args: Named, arrived: Sequence[Any], needed: Named) -> list[Any]:
@@ -336,9 +368,10 @@ def _unobserved(args: Named) -> bool:
 
 
 def lies_as_it_is(x: Tensor) -> bool:
-    """Whether x is what its memory holds: of no subclass, without the bit of ``z.conj().imag``, whose sign the dispatcher turns, and with
-    memory, which the zeros of some derivatives of torch have not."""
-    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor()
+    """Whether x is what its memory holds: of no subclass, not mapped by autograd, without the bit of ``z.conj().imag``, whose sign the
+    dispatcher turns, and with memory, which the zeros of some derivatives of torch have not."""
+    plain = (type(x) is Tensor or type(x) is torch.nn.Parameter) and not _batched_by_autograd(x)
+    return plain and not x.is_neg() and not x._is_zerotensor()
 
 
 def _differentiates(args: Named) -> bool:
@@ -387,6 +420,10 @@ def _any_dual(values: Sequence[Any]) -> bool:
 def _is_dual(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_is_dual(y) for y in x)
+    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and _batched_by_autograd(x):
+        raise NotImplementedError(
+            "forward mode under autograd's own vmap (jacobian(vectorize=True, strategy='forward-mode')); use torch.func.jacfwd"
+        )
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 

@@ -26,6 +26,9 @@ VARIABLES = {
     **dict.fromkeys(("score", "score_tangent", "grad", "grad_tangent"), "float"),
     **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "p"), "int"),
 }
+_RANDOM = frozenset(
+    ("rand", "randn", "randint", "normal", "bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "dropout")
+)
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _DTYPE = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
 
@@ -73,6 +76,8 @@ class Graph:
     def const(self, value: bool | int | float, kind: str | None = None) -> Expr:
         if kind is None:
             kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise ValueError(f"a function of scores or masks uses the integer {value}; its integers have 64 bits")
         cast: Callable[[Any], Any] = float if kind == "float" else int if kind == "int" else bool
         return self.add("const", value=cast(value), kind=kind)
 
@@ -287,6 +292,11 @@ class Tracing(TorchFunctionMode):
         for argument in args:
             if isinstance(argument, Expr) or (isinstance(argument, tuple) and any(isinstance(item, Expr) for item in argument)):
                 return _function(func.__name__)(*args, **(kwargs or {}))
+        if func.__name__ in _RANDOM:
+            raise UnsupportedAttention(
+                f"{func.__name__} would be drawn once and be the same number for every (query, key) pair; use dropout_p, or read a tensor "
+                "that was drawn outside the function"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -423,6 +433,10 @@ def bitwise(op: str, a: Any, b: Any) -> Expr:
     a, b = _unify(a, b)
     if a.kind == "float":
         raise UnsupportedAttention(f"bitwise_{op} needs booleans or integers, not floating-point values")
+    for one, other in ((a, b), (b, a)):
+        source = one.graph.instructions[one.index]
+        if a.kind == "bool" and source.op == "const" and (op, source.value) in (("and", True), ("or", False)):
+            return other  # the constant is what a combination of masks starts from
     return _binary(op, a, b)
 
 
@@ -472,17 +486,17 @@ def to(x: Any, *args: Any, **kwargs: Any) -> Expr:
 
 def index(graph: Graph, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
     """An element of a captured tensor; negative indices count from the end, an index outside reads NaN (0 or False)."""
+    if any(position is None or position is Ellipsis or isinstance(position, slice) for position in indices):
+        raise UnsupportedAttention(
+            "captured tensors are indexed by one integer for each dimension, not by slices, None or ...; slice the tensor outside the "
+            "function"
+        )
     if len(indices) > tensor.ndim:
         raise IndexError(f"too many indices for a captured tensor of shape {tuple(tensor.shape)}")
     if len(indices) < tensor.ndim:
         return PartlyIndexed(graph, tensor, indices)
     lifted = []
     for position in indices:
-        if position is None or position is Ellipsis or isinstance(position, slice):
-            raise UnsupportedAttention(
-                "captured tensors are indexed by one integer for each dimension, not by slices, None or ...; "
-                "slice the tensor outside the function"
-            )
         number = graph.lift(position)
         if number.kind != "int":
             raise UnsupportedAttention(f"captured tensors are indexed by integers, not by a {number.kind}; convert with .to(torch.int64)")
@@ -506,8 +520,16 @@ def _sign(x: Expr) -> Expr:
     return where(x > 0, 1.0, where(x < 0, -1.0, 0.0))
 
 
-def _like(value: float) -> Callable[..., Expr]:
-    return lambda x, **_: x.graph.const(value, x.kind)
+def _like(x: Expr, fill_value: float, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    """A constant of x's kind, or of that of `dtype`."""
+    return x.graph.const(fill_value, x.kind if dtype is None else kind_of(dtype))
+
+
+def _new(x: Expr, size: Any, fill_value: float, **keywords: Any) -> Expr:
+    """`x.new_full(size, ...)`: one value for each pair, as every other one."""
+    if not isinstance(size, (tuple, list)) or len(size):
+        raise UnsupportedAttention(f"the function sees one (query, key) pair at a time: a tensor that it makes has size (), not {size}")
+    return _like(x, fill_value, **keywords)
 
 
 _NAMED: dict[str, Callable[..., Any]] = {
@@ -566,9 +588,13 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "long": lambda x: convert(x, "int"),
     "int": lambda x: convert(x, "int"),
     "bool": lambda x: convert(x, "bool"),
-    "zeros_like": _like(0),
-    "ones_like": _like(1),
-    "full_like": lambda x, fill_value, **_: x.graph.const(fill_value, x.kind),
+    "zeros_like": partial(_like, fill_value=0),
+    "ones_like": partial(_like, fill_value=1),
+    "full_like": _like,
+    "new_zeros": partial(_new, fill_value=0),
+    "new_ones": partial(_new, fill_value=1),
+    "new_full": _new,
+    "new_tensor": _like,
 }
 SUPPORTED = tuple(sorted(_NAMED))
 _ALIASES = {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .api import Aux
+from .checks import check_layout
 from .varlen import attention_varlen
 
 
@@ -16,6 +17,7 @@ def attention_jagged(q: Any, k: Any, v: Any, layout: str = "bshd", **arguments: 
 
     The output has q's structure, and so have lse and entropy (B, Hq, j); key_mass has that of k. Lengths come from the tensors.
     """
+    check_layout(layout)
     ragged = 2 if layout == "bhsd" else 1
     for name, x in (("q", q), ("k", k), ("v", v)):
         jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged

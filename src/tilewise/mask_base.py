@@ -33,10 +33,10 @@ class Mask:
     """What all rules share. Rules are immutable, can be pickled and copied, and show themselves as the expression that builds them."""
 
     def __and__(self, other: Any) -> Mask:
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, _rule(other, "&"))
 
     def __or__(self, other: Any) -> Mask:
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, _rule(other, "|"))
 
     def __invert__(self) -> Mask:
         return Not(self)
@@ -355,6 +355,15 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.rule!r})" if isinstance(self.rule, _Both) else f"~{self.rule!r}"
+
+
+def _rule(other: Any, operator: str) -> Mask:
+    if not isinstance(other, Mask):
+        hint = "; a bool tensor is masks.Dense(tensor), a function masks.Custom(function), and a BlockMask is built from the combined rule"
+        raise TypeError(
+            f"a mask rule is combined by {operator} with {type(other).__name__}; it must be another rule of tilewise.masks{hint}"
+        )
+    return other
 
 
 def window_predicate(left: int, right: int, at: Pair) -> Any:

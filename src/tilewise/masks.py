@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import WIDEST
 from .errors import UnsupportedAttention
 from .expressions import Expr, same_device
 from .mask_base import UNLIMITED, And, Mask, Pair, traced, window_predicate, window_ranges
@@ -86,7 +87,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            _whole_number("SlidingWindow", name, getattr(self, name), UNLIMITED, "; -1 is unlimited")
+            _whole_number(self, name, UNLIMITED, "; -1 is unlimited")
 
     def predicate(self, at: Pair) -> Any:
         return window_predicate(self.left, self.right, at)
@@ -105,7 +106,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _whole_number("Chunked", "size", self.size, 1)
+        _whole_number(self, "size", 1)
 
     def predicate(self, at: Pair) -> Any:
         return at.p // self.size == at.kv_idx // self.size
@@ -125,7 +126,7 @@ class FirstKeys(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        _whole_number("FirstKeys", "n", self.n, 0)
+        _whole_number(self, "n", 0)
 
     def predicate(self, at: Pair) -> Any:
         return at.kv_idx < self.n
@@ -142,8 +143,8 @@ class Dilated(Mask):
     left: int
 
     def __post_init__(self) -> None:
-        _whole_number("Dilated", "step", self.step, 1)
-        _whole_number("Dilated", "left", self.left, UNLIMITED, "; -1 is unlimited")
+        _whole_number(self, "step", 1)
+        _whole_number(self, "left", UNLIMITED, "; -1 is unlimited")
 
     def predicate(self, at: Pair) -> Any:
         return window_predicate(self.left, 0, at) & ((at.p - at.kv_idx) % self.step == 0)
@@ -237,7 +238,7 @@ class Document(Mask):
         """Documents that lie one after the other in one row of `total` tokens, with boundaries `cu_seqlens` (n + 1,) = 0, ..., total.
 
         `cu_seqlens_k` and `total_k` describe the keys where they are another row. Tokens from the last boundary on are one further
-        document. Does not synchronise with the device.
+        document; a boundary that decreases counts as the largest before it. Does not synchronise with the device.
 
         >>> Document.from_cu_seqlens(torch.tensor([0, 2, 5]), total=6).ids
         tensor([[0, 0, 1, 1, 1, 2]])
@@ -289,7 +290,7 @@ class Blocks(Mask):
 
     def __post_init__(self) -> None:
         for size in self.block_sizes:
-            _whole_number("Blocks", "block_size", size, 1)
+            _checked_number("Blocks", "block_size", size, 1)
         _booleans("Blocks", "bits", self.bits)
         if self.bits.ndim != 4:
             raise ValueError(f"Blocks: bits has shape {tuple(self.bits.shape)}; it must be (B or 1, H or 1, query blocks, key blocks)")
@@ -459,14 +460,23 @@ def _item(tensor: Tensor, index: Any, axis: int = 0) -> Any:
 def _numbered(cu_seqlens: Tensor, total: int) -> Tensor:
     _integers("Document.from_cu_seqlens", "cu_seqlens", cu_seqlens, 1, "(n + 1,)")
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)[None]
+    ends = cu_seqlens[1:].cummax(0).values  # an offset that decreases counts as the largest before it, as in attention_varlen
+    return torch.searchsorted(ends, tokens, right=True)[None]
 
 
-def _whole_number(rule: str, name: str, value: Any, least: int, note: str = "") -> None:
+def _whole_number(rule: Mask, name: str, least: int, note: str = "") -> None:
+    """Checks a field of a rule; what is wider than any sequence becomes the widest."""
+    value = _checked_number(type(rule).__name__, name, getattr(rule, name), least, note)
+    if value > WIDEST:
+        object.__setattr__(rule, name, WIDEST)
+
+
+def _checked_number(rule: str, name: str, value: Any, least: int, note: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{rule}: {name} is {value!r} of type {type(value).__name__}; it must be an int")
     if value < least:
         raise ValueError(f"{rule}: {name} is {value}; it must be at least {least}{note}")
+    return value
 
 
 def _integers(rule: str, name: str, value: Any, rank: int, shape: str) -> None:

@@ -41,7 +41,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
     """
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout is {layout!r}; it must be 'bshd' or 'bhsd'")
-    if not len(outs) or len(outs) != len(lses):
+    outs, lses = tuple(outs), tuple(lses)
+    if not outs or len(outs) != len(lses):
         raise ValueError(f"merge got {len(outs)} outs and {len(lses)} lses; give one lse for each out, at least one of each")
     for index, part in enumerate(zip(outs, lses, strict=True)):
         for name, x in zip(("outs", "lses"), part, strict=True):
@@ -52,6 +53,10 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
         raise ValueError(f"outs[0] has shape {tuple(first.shape)}; it must have rank 4 (dense) or 3 (packed)")
     to_out = _lse_to_out(first.ndim, layout)
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if not out.device == lse.device == first.device:
+            raise ValueError(
+                f"outs[{index}] is on {out.device}, lses[{index}] on {lse.device} and outs[0] on {first.device}; move them to one device"
+            )
         if out.shape != first.shape:
             raise ValueError(f"outs[{index}] has shape {tuple(out.shape)} but outs[0] has {tuple(first.shape)}; all parts must agree")
         if lse.ndim != first.ndim - 1 or to_out(lse).shape[:-1] != first.shape[:-1]:
@@ -71,7 +76,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
     merged = torch.zeros_like(first, dtype=accumulate)
     for out, weight in zip(outs, weights, strict=True):
         w = to_out(weight)
-        merged = merged + torch.where(w > 0, w * out.to(accumulate), 0.0)  # a part without keys adds nothing, whatever it holds
+        # A part without keys adds nothing, whatever it holds; a weight that is NaN, of an LSE that is no logarithm of a sum, shows.
+        merged = merged + torch.where(w == 0, 0.0, w * out.to(accumulate))
     return merged.to(first.dtype), lse
 
 

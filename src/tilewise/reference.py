@@ -113,7 +113,7 @@ def attention_full(
             s = s - slopes * (p - j).abs()
         if score_mod is not None:
             visible = visible & (s != NEG_INF)
-            s = _apply_score_mod(score_mod, torch.where(visible, s, 0.0), b, h, i, j)
+            s = _apply_score_mod(score_mod, torch.where(visible, s, 0.0), *_where_visible(visible, b, h, i, j))
         visible = visible & (s != NEG_INF)
         return torch.where(visible, s, NEG_INF), visible, torch.where(seen_k, v, 0.0)
 
@@ -229,6 +229,15 @@ def _lengths(seqused: Tensor | None, batch: int, size: int, device: torch.device
     if seqused is None:
         return torch.full((batch,), size, dtype=torch.int64, device=device)
     return seqused.to(torch.int64).clamp(0, size)
+
+
+def _where_visible(visible: Tensor, *indices: Tensor) -> list[Tensor]:
+    """Indices of every pair, those of one visible pair for the hidden ones: a function may read tensors that end before these."""
+    if not visible.numel():
+        return list(indices)
+    place = visible.reshape(-1).to(torch.int8).argmax()
+    spread = [index.expand(visible.shape) for index in indices]
+    return [torch.where(visible, index, index.reshape(-1)[place]) for index in spread]
 
 
 def _apply_score_mod(fn: Callable[..., Tensor], s: Tensor, *indices: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def _notices(guards: Callable[..., Any]) -> bool:
     same = guards(x, y, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     others = [
         zeros(4, 3), zeros(2, 4).t(), zeros(4, 2, 1), zeros(4, 2, dtype=torch.int32), torch._neg_view(y), y.to("meta"), x,
-        zeros(4, 2, requires_grad=True), torch.nn.Parameter(y, requires_grad=False),
+        zeros(4, 2, requires_grad=True), torch.nn.Parameter(y, requires_grad=False), torch._add_batch_dim(zeros(3, 4, 2), 0, 1),
     ]  # fmt: skip
     noticed = same(x, y) is same(y, x) is True and not any(same(x, other) for other in others)
     transform = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)

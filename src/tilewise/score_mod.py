@@ -210,6 +210,26 @@ class _Reader:
         return self.graph.load(int(name[1:]), _KINDS[name[0]], indices)
 
 
+def check_reads(text: str, captured: Sequence[Tensor], batch: int, heads: int) -> None:
+    """Refuses a captured tensor that is indexed by b or h itself and has fewer places there: reads outside a tensor give NaN, 0 or False,
+    and equal zeros would make a mask of ids show everything."""
+    if not text or torch.compiler.is_compiling():
+        return
+    instructions = Program.parse(text).instructions
+    for instruction in instructions:
+        if instruction.op != "load":
+            continue
+        shape = captured[instruction.value].shape
+        for dim, (size, position) in enumerate(zip(shape, instruction.args, strict=True)):
+            index = instructions[position]
+            count = {"b": batch, "h": heads}.get(index.value) if index.op == "var" else None
+            if count is not None and size < count:
+                raise ValueError(
+                    f"a function of scores or masks reads a captured tensor of shape {tuple(shape)} at index {index.value} in dimension "
+                    f"{dim}, and {index.value} runs to {count - 1}; expand the tensor there, or index it with 0 if one entry serves all"
+                )
+
+
 # ------------------------------------------------------------------------------------------------------------------ evaluation
 
 
@@ -230,20 +250,26 @@ class Program:
         """Reverse-mode derivative, as instructions that also read `grad`, the gradient of the result."""
         return _derive(self.instructions)
 
-    def evaluate(self, env: Mapping[str, Tensor], captured: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, env: Mapping[str, Tensor], captured: Sequence[Tensor], memory: Memory | None = None) -> Tensor:
         """The result on a tile.
 
         `env` maps `b, h, q_idx, kv_idx, p` to int64 tensors that broadcast to the tile, and `score` to the tile in the accumulator
         dtype, in which all floating-point arithmetic happens (float32 where there is no score). The result of a score function has
-        the score's shape and dtype; it may share the score's memory. That of a mask function is bool and broadcasts to the tile.
+        the score's shape and dtype; it may share the score's memory, or lie in `memory`. That of a mask function is bool and broadcasts
+        to the tile.
         """
         score = env.get("score")
         dtype = torch.float32 if score is None else score.dtype
-        (result,) = execute(self.instructions, [len(self.instructions) - 1], env, captured, dtype)
+        (result,) = execute(self.instructions, [len(self.instructions) - 1], env, captured, dtype, memory)
         return result if score is None else result.expand(score.shape)
 
     def vjp(
-        self, env: Mapping[str, Tensor], captured: Sequence[Tensor], grad: Tensor, into: Sequence[Tensor | None] | None = None
+        self,
+        env: Mapping[str, Tensor],
+        captured: Sequence[Tensor],
+        grad: Tensor,
+        into: Sequence[Tensor | None] | None = None,
+        memory: Memory | None = None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of a score function from `grad`, the gradient of its result on a tile: of the score, and of each captured tensor.
 
@@ -256,7 +282,7 @@ class Program:
         outputs = [] if derivative.dscore is None else [derivative.dscore]
         for read in reads:
             outputs += [read.gradient, *read.indices]
-        values = iter(execute(derivative.instructions, outputs, {**env, "grad": grad}, captured, grad.dtype))
+        values = iter(execute(derivative.instructions, outputs, {**env, "grad": grad}, captured, grad.dtype, memory))
         dscore = torch.zeros_like(grad) if derivative.dscore is None else next(values)
         totals: list[Tensor | None] = [None] * len(captured) if into is None else list(into)
         for read in reads:
@@ -301,18 +327,58 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+class Memory:
+    """Memory for the results of programs, used again tile after tile: fresh pages would cost several times the arithmetic on them.
+
+    What a program returns may lie in it, until the next program runs.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Tensor] = []
+        self.free: list[Tensor] = []
+
+    def take(self, size: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A tensor of that size, and what to put back into `free` when it is not needed any more."""
+        count = size.numel()
+        fitting = [n for n, x in enumerate(self.free) if x.numel() >= count and x.dtype == dtype]
+        if fitting:
+            whole = self.free.pop(fitting[-1])
+        else:
+            whole = torch.empty(count, dtype=dtype, device=device)
+            self.all.append(whole)
+        return whole[:count].view(size), whole
+
+
+_INTO_MEMORY = frozenset(
+    ["add", "sub", "mul", "div", "min", "max", "neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid"]
+)
+_LARGE = 1 << 15  # elements: smaller results come from the allocator's own lists
+
+
 def execute(
     instructions: Sequence[Instruction],
     outputs: Sequence[int],
     env: Mapping[str, Tensor],
     captured: Sequence[Tensor],
     dtype: torch.dtype,
+    memory: Memory | None = None,
 ) -> list[Tensor]:
+    """The outputs' values, which may lie in `memory`; what none of them needs is not computed."""
     device = env["q_idx"].device
     dtypes = {"float": dtype, "int": torch.int64, "bool": torch.bool}
-    last_use = {argument: position for position, instruction in enumerate(instructions) for argument in instruction.args}
+    needed = set(outputs)
+    for position in range(len(instructions) - 1, -1, -1):
+        if position in needed:
+            needed.update(instructions[position].args)
+    last_use = {argument: position for position in sorted(needed) for argument in instructions[position].args}
     values: list[Any] = []
+    lent: dict[int, Tensor] = {}
+    if memory is not None:
+        memory.free = list(memory.all)
     for position, (op, args, value, kind) in enumerate(instructions):
+        if position not in needed:
+            values.append(None)
+            continue
         operands = [values[argument] for argument in args]
         if op == "var":
             result = env[value]
@@ -322,14 +388,23 @@ def execute(
             result = _gather(captured[value], operands, dtypes[kind])
         elif op == "float":
             result = operands[0].to(dtype)
+            if args[0] in lent and result is operands[0]:
+                lent[position] = lent.pop(args[0])
         elif op == "pow":
             result = operands[0].pow(value)
         else:
-            result = _TORCH[op](*operands)
+            size = torch.broadcast_shapes(*(x.shape for x in operands))
+            if memory is not None and op in _INTO_MEMORY and kind == "float" and size.numel() > _LARGE:
+                result, lent[position] = memory.take(size, dtype, device)
+                _TORCH[op](*operands, out=result)
+            else:
+                result = _TORCH[op](*operands)
         values.append(result)
         for argument in args:
             if last_use[argument] == position and argument not in outputs:
                 values[argument] = None
+                if memory is not None and argument in lent:
+                    memory.free.append(lent.pop(argument))
     return [values[output] for output in outputs]
 
 

@@ -85,5 +85,5 @@ def _content(x: Tensor) -> Hashable:
     shape = str(x.dtype), tuple(x.shape)
     if x.device.type != "cpu":
         return *shape, id(x), x._version, x.data_ptr(), x.stride()
-    flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
+    flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
     return *shape, hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

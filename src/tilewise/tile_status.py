@@ -266,8 +266,8 @@ def _evaluate_unknown(text: str, captured: list[Tensor], status: Tensor, grid: G
     step = max(1, HOST_PAIRS // (grid.block_m * grid.block_n))
     for t in range(0, len(m), step):
         part = slice(t, t + step)
-        q_idx = m[part, None, None] * grid.block_m + torch.arange(grid.block_m)[:, None]
-        kv_idx = n[part, None, None] * grid.block_n + torch.arange(grid.block_n)
+        q_idx = m[part, None, None] * grid.block_m + torch.arange(grid.block_m, device=m.device)[:, None]
+        kv_idx = n[part, None, None] * grid.block_n + torch.arange(grid.block_n, device=n.device)
         env = {"b": b[part, None, None], "h": h[part, None, None], "q_idx": q_idx, "kv_idx": kv_idx, "p": q_idx + grid.offset}
         visible = program.evaluate(env, captured)
         result[b[part], h[part], m[part], place[part]] = _summary(visible, q_idx, kv_idx, grid, (1, 2))

@@ -54,6 +54,9 @@ def unpad_input(
         >>> tokens.shape, cu_seqlens.tolist(), longest
         (torch.Size([5, 4]), [0, 2, 5], 3)
     """
+    _same_places("unpad_input", "attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _same_places("unpad_input", "unused_mask", unused_mask, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices, cu_seqlens, longest = _layout(kept, kept.sum(-1, dtype=torch.int32))
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, attention_mask.sum(-1, dtype=torch.int32)
@@ -75,6 +78,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
         >>> indices.tolist(), cu_seqlens.tolist(), longest
         ([0, 1, 2, 4, 5, 6], [0, 2, 3, 6], 3)
     """
+    _same_places("unpad_input_for_concatenated_sequences", "attention_mask_in_length", attention_mask_in_length, hidden_states)
     places = torch.arange(attention_mask_in_length.shape[-1], device=attention_mask_in_length.device)
     kept = places < attention_mask_in_length.sum(-1, keepdim=True)
     lengths = attention_mask_in_length[attention_mask_in_length > 0].to(torch.int32)
@@ -88,7 +92,17 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     >>> pad_input(torch.ones(3, 1), torch.tensor([0, 1, 3]), 2, 2)[..., 0].tolist()
     [[1.0, 1.0], [0.0, 1.0]]
     """
+    if indices.shape[0] > batch * seqlen:
+        raise ValueError(f"pad_input has {indices.shape[0]} tokens for {batch} rows of {seqlen}; give the batch and seqlen they came from")
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _same_places(function: str, name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    if mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"{function}: {name} has shape {tuple(mask.shape)} and hidden_states {tuple(hidden_states.shape)}; it must be (B, S) = "
+            f"{tuple(hidden_states.shape[:2])}"
+        )
 
 
 def _layout(kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -109,10 +109,14 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
     return_softmax: bool = False,
     **extra: Any,
 ) -> Any:
     """`flash_attn_func` of ``qkv`` ``(B, S, 3, H, D)``, or of ``(B, S, Hq + 2 Hk, D)`` with ``num_heads_q`` = Hq; read in place.
+
+    ``return_softmax`` is the name that some releases have for ``return_attn_probs``.
 
     >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 8, 32), num_heads_q=4).shape
     torch.Size([2, 16, 4, 32])
@@ -130,7 +134,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(
         q, k, v, softmax_scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, window_size=window_size,
         attention_chunk=attention_chunk, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin,
-        return_attn_probs=return_softmax, **extra,
+        return_attn_probs=return_attn_probs or return_softmax, **extra,
     )  # fmt: skip
 
 
@@ -232,32 +236,44 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of new queries over a cache; arguments as in `tilewise.compat.flash_attn.flash_attn_with_kvcache` and `flash_attn_func`.
 
-    ``k_descale`` and ``v_descale`` ``(B, Hk)`` belong to a float8 cache. ``cu_seqlens_q``, ``cu_seqlens_k_new`` and ``rotary_seqlens``
-    must be None, ``scheduler_metadata`` too: `get_scheduler_metadata` returns that.
+    ``k_descale`` and ``v_descale`` ``(B, Hk)`` belong to a float8 cache. With ``cu_seqlens_q`` int32 ``(B + 1,)`` the queries are packed,
+    ``(total, Hq, D)``; their keys must be in the cache already and ``cache_seqlens`` counts them in. ``cu_seqlens_k_new`` is without effect
+    when no keys are appended; ``rotary_seqlens`` must be None, ``scheduler_metadata`` too: `get_scheduler_metadata` returns that.
 
     Returns:
-        ``out`` ``(B, Sq, Hq, Dv)``; with ``return_softmax_lse`` ``(out, softmax_lse (B, Hq, Sq))``.
+        ``out`` ``(B, Sq, Hq, Dv)``; with ``return_softmax_lse`` ``(out, softmax_lse (B, Hq, Sq))``. Packed: ``(total, Hq, Dv)`` and
+        ``(Hq, total)``.
     """
-    from .flash_cache import cached
+    from .flash_cache import cached, ragged
 
+    appended = "append the new keys before the call, and pass neither k nor v"
     refused = {
-        "cu_seqlens_q": (cu_seqlens_q, "call flash_attn_varlen_func with page_table for queries of different lengths"),
-        "cu_seqlens_k_new": (cu_seqlens_k_new, "append the new keys before the call"),
+        "cu_seqlens_k_new": (None if k is None else cu_seqlens_k_new, appended),
         "rotary_seqlens": (rotary_seqlens, "turn q and k before the call"),
         "q_descale": (q_descale, "pass q in float16 or bfloat16; the cache alone may be float8"),
     }
+    if cu_seqlens_q is not None:
+        refused |= {
+            "k with cu_seqlens_q": (k, appended),
+            "rotary_cos with cu_seqlens_q": (rotary_cos, "turn q before the call"),
+            "cache_leftpad with cu_seqlens_q": (cache_leftpad, "let each item's keys start at 0"),
+        }
     for name, (value, way) in refused.items():
         if value is not None:
             raise UnsupportedAttention(f"flash_attn_with_kvcache does not take {name}; {way}")
+    shared = options(
+        causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux, learnable_sink=learnable_sink,
+        sm_margin=sm_margin, attention_chunk=attention_chunk, qv=qv, scheduler_metadata=scheduler_metadata,
+    )  # fmt: skip
+    shared |= dict(
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, page_table=page_table, k_descale=k_descale, v_descale=v_descale,
+        return_softmax_lse=return_softmax_lse,
+    )  # fmt: skip
+    if cu_seqlens_q is not None:
+        return ragged(q, k_cache, v_cache, cu_seqlens_q, **shared)
     return cached(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, page_table=page_table,
-        num_splits=num_splits, k_descale=k_descale, v_descale=v_descale, return_softmax_lse=return_softmax_lse,
-        **options(
-            causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux,
-            learnable_sink=learnable_sink, sm_margin=sm_margin, attention_chunk=attention_chunk, qv=qv,
-            scheduler_metadata=scheduler_metadata,
-        ),
+        cache_leftpad=cache_leftpad, num_splits=num_splits, **shared,
     )  # fmt: skip
 
 

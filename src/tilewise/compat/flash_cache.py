@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..checks import typed
 from ..errors import UnsupportedAttention
 from ..kvcache import attention_with_kvcache
+from ..kvcache.packed import attention_over_pages
 
 
 def cached(
@@ -24,6 +27,31 @@ def cached(
     if arguments["rotary_cos"] is not None:
         _check_rotary(q, k, arguments)
     out, aux = attention_with_kvcache(q, k_cache, v_cache, k, v, **arguments, return_aux="lse")
+    return (out, aux.lse) if return_softmax_lse else out
+
+
+def ragged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None,
+    cache_batch_idx: Tensor | None,
+    page_table: Tensor | None,
+    return_softmax_lse: bool,
+    **arguments: Any,
+) -> Any:
+    """Version 3's call with packed queries, ``(total, Hq, D)``. In a contiguous cache each row is one page."""
+    items = typed("cu_seqlens_q", cu_seqlens_q, Tensor).shape[0] - 1
+    if page_table is not None and cache_batch_idx is not None:
+        raise UnsupportedAttention("cache_batch_idx with a page_table: the table says which pages an item has; index its rows instead")
+    if page_table is None:
+        rows = torch.arange(items, dtype=torch.int32, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        page_table = rows[:, None]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((items,), cache_seqlens, dtype=torch.int32, device=q.device)
+    out, aux = attention_over_pages(q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, **arguments, return_aux="lse")
     return (out, aux.lse) if return_softmax_lse else out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def options(
         raise UnsupportedAttention("scheduler_metadata was made by another library; pass None, tilewise plans each call by itself")
     return dict(
         causal=causal,
-        window_size=check_window(window_size),
+        window_size=check_window(_window(window_size)),
         mask=masks.Chunked(attention_chunk) if attention_chunk else None,
         softmax_scale=softmax_scale,
         softcap=softcap or 0.0,
@@ -76,7 +77,18 @@ def one_of(**names: Any) -> Any:
 
 def bound(max_seqlen: Any) -> Any:
     """A bound of the lengths. No result needs one, so a tensor, which would have to be read from its device, is left out."""
-    return None if isinstance(max_seqlen, Tensor) else max_seqlen
+    if isinstance(max_seqlen, Tensor):
+        return None
+    if not isinstance(max_seqlen, bool) and isinstance(max_seqlen, numbers.Integral):
+        return int(max_seqlen)  # NumPy's, too
+    return max_seqlen
+
+
+def _window(window_size: Any) -> Any:
+    """With -1 for None, which is unlimited in FlashAttention-4."""
+    if isinstance(window_size, (tuple, list)):
+        return tuple(-1 if side is None else side for side in window_size)
+    return window_size
 
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..block_mask import BlockMask, served
+from ..block_mask import BlockMask as TilewiseBlockMask
+from ..block_mask import served
 from ..errors import UnsupportedAttention
 from ..masks import Custom, Mask
+from .flex_mask import BlockMask
 
 try:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -157,7 +159,7 @@ def create_block_mask(
         dq_kv_order: likewise.
 
     Returns:
-        A `tilewise.BlockMask`.
+        A `tilewise.BlockMask`, which answers to the names of torch's as well: see `flex_mask.py`.
 
     Raises:
         UnsupportedAttention: the function uses an operation that cannot be traced, or blocks that are no multiple of 16.
@@ -238,10 +240,10 @@ def _check_options(kernel_options: Mapping[str, Any] | None) -> None:
             )
 
 
-def _own(block_mask: Any) -> BlockMask | Mask:
+def _own(block_mask: Any) -> TilewiseBlockMask | Mask:
     """A tilewise.BlockMask from whatever block mask was given."""
-    if isinstance(block_mask, (BlockMask, Mask)):
+    if isinstance(block_mask, (TilewiseBlockMask, Mask)):
         return block_mask
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(f"block_mask is {type(block_mask).__name__}; it must come from create_block_mask, or be a tilewise.BlockMask")
-    return BlockMask.from_flex(block_mask)
+    return TilewiseBlockMask.from_flex(block_mask)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
 from ..checks import broadcasts, check_finite, typed
 from ..errors import UnsupportedAttention
+from ..masks import Causal
 
 
 def scaled_dot_product_attention(
@@ -27,9 +29,11 @@ def scaled_dot_product_attention(
 
     Args:
         query: ``(..., Hq, L, E)``; fewer dimensions, ``(L, E)`` or ``(Hq, L, E)``, will do. float16, bfloat16, float32 (float64 on CPU).
+            Or nested, of layout torch.jagged, ``(B, Hq, j, E)``, as key and value then are, without ``attn_mask``.
         key: ``(..., H, S, E)``. Leading dimensions broadcast against those of ``query``.
         value: ``(..., H, S, Ev)``.
-        attn_mask: broadcasts to ``(..., Hq, L, S)``; bool with True = takes part, or floating and added to the scores. Never copied.
+        attn_mask: broadcasts to ``(..., Hq, L, S)``; bool with True = takes part, or floating and added to the scores. Never copied. Or
+            ``torch.nn.attention.bias.causal_lower_right(L, S)`` or ``causal_upper_left(L, S)``.
         dropout_p: probability in [0, 1) of dropping a probability; the bits come from torch's generator but are not torch's.
         is_causal: query i sees keys j <= i.
         scale: default ``1 / sqrt(E)``.
@@ -47,15 +51,21 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([2, 8, 16, 64])
     """
+    if isinstance(query, Tensor) and query.is_nested:
+        return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     inputs = {"query": query, "key": key, "value": value}
     for name, x in inputs.items():
         if typed(name, x, Tensor).ndim < 2:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have rank 2 or more, (..., L, E)")
     q, k, v = _broadcast(query, key, value, enable_gqa)
+    lower_right = False
+    if isinstance(attn_mask, CausalBias):  # stands for a triangle; the memory of this tensor holds nothing
+        upper_left, lower_right = _triangle(attn_mask, q.shape[-2], k.shape[-2])
+        is_causal, attn_mask = is_causal or upper_left, None
     mask = None if attn_mask is None else _matrix(attn_mask, (*q.shape[:-1], k.shape[-2]))
     if scale is not None:
         check_finite("scale", scale)
-    window_right = -1
+    window_right = 0 if lower_right else -1
     if is_causal:
         num_queries, num_keys = q.shape[-2], k.shape[-2]
         if num_queries < num_keys:  # keys past the last query are seen by none
@@ -63,6 +73,8 @@ def scaled_dot_product_attention(
             if mask is not None and mask.shape[-1] == num_keys:
                 mask = mask[..., :num_queries]
         window_right = max(num_queries - num_keys, 0)  # j <= i, counted from p = i + num_keys - num_queries
+    if lower_right:
+        window_right = 0
     leading = q.shape[max(4 - max(x.ndim for x in inputs.values()), 0) : -2]
     folding = _Folding(q, mask)
     q, k, v = folding.fold(q), folding.fold(k), folding.fold(v)
@@ -79,6 +91,38 @@ def scaled_dot_product_attention(
         layout="bhsd",
     )
     return folding.unfold(out).reshape(*leading, *out.shape[2:])
+
+
+def _jagged(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Nested tensors of layout torch.jagged, (B, Hq, j, E): each item attends within itself."""
+    if attn_mask is not None:
+        raise UnsupportedAttention(
+            "attn_mask was given with nested tensors; give a rule that counts inside each sequence to tilewise.attention, as mask="
+        )
+    # Where both have the same lengths, the two alignments are one.
+    same = isinstance(key, Tensor) and key.is_nested and query.shape[-2] == key.shape[-2]
+    return attention(
+        query,
+        key,
+        value,
+        causal=is_causal and same,
+        mask=Causal(align="top_left") if is_causal and not same else None,
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        layout="bhsd",
+    )
+
+
+def _triangle(bias: CausalBias, num_queries: int, num_keys: int) -> tuple[bool, bool]:
+    """Whether the bias is aligned to the first query and key, and whether to the last."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (num_queries, num_keys):
+        raise ValueError(
+            f"attn_mask is a causal bias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, and the call has {num_queries} and "
+            f"{num_keys}; make one of these sizes"
+        )
+    return bias.variant == CausalVariant.UPPER_LEFT, bias.variant == CausalVariant.LOWER_RIGHT
 
 
 def _matrix(attn_mask: Tensor, wanted: tuple[int, ...]) -> Tensor:

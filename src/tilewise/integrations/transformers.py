@@ -65,8 +65,10 @@ def attention_forward(
     probabilities never exist. Raises UnsupportedAttention for what the call cannot express.
     """
     _refuse(attention_mask, kwargs)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k belong together: with one alone, packed sequences would see each other")
     num_queries, num_keys = query.shape[2], key.shape[2]
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     offsets = None if cu_seq_lens_q is None or cu_seq_lens_k is None else (cu_seq_lens_q, cu_seq_lens_k)
     rules: dict[str, Any] = {}
     if isinstance(attention_mask, RuleMask) and attention_mask.shape[2:] != (num_queries, num_keys):
@@ -82,6 +84,12 @@ def attention_forward(
         rules["mask" if attention_mask.dtype == torch.bool else "bias"] = attention_mask
     else:
         # The caller built no mask: causal order alone decides, where the layer has one. A single query is the newest token.
+        if causal is None and num_queries > 1 and not type(module).__module__.startswith("transformers."):
+            raise UnsupportedAttention(
+                f"attention_mask is None, and {type(module).__name__} does not say whether it is causal: set its is_causal, or pass one"
+            )
+        # Those of the library that do not say so are encoders: build_mask gives every causal layer a mask.
+        causal = bool(causal)
         ordered = causal and (num_queries > 1 or offsets is not None)
         if ordered and offsets is None and num_keys > num_queries:
             # An empty preallocated cache is being filled: the slots after the queries hold nothing yet.
@@ -105,7 +113,13 @@ def attention_forward(
 
 def _left(sliding_window: int | None, causal: bool, num_keys: int) -> int:
     """How many keys before its own a query sees, in a call that came without a mask."""
-    if sliding_window is None or num_keys <= sliding_window:
+    if sliding_window is None:
+        return -1
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
+        raise ValueError(
+            f"sliding_window is {sliding_window!r}; it must be how many keys a query sees, its own included: 1 or more, or None for all"
+        )
+    if num_keys <= sliding_window:
         return -1
     if not causal:
         raise UnsupportedAttention(
@@ -121,6 +135,13 @@ def _refuse(attention_mask: Any, kwargs: dict[str, Any]) -> None:
         raise UnsupportedAttention(
             f"attention_mask is of type {type(attention_mask).__name__}; tilewise takes a boolean or floating tensor of shape "
             "(B, 1 or Hq, Sq, Sk), or what its registered mask builder returns"
+        )
+    if isinstance(attention_mask, Tensor) and (
+        attention_mask.ndim != 4 or not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point())
+    ):
+        raise UnsupportedAttention(
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; it must be boolean, True = visible, or "
+            "floating and added to the scores, and (B, 1 or Hq, Sq, Sk): a padding mask (B, Sk) is attention_mask.bool()[:, None, None]"
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedAttention(

@@ -7,8 +7,9 @@ other than plain causal and bidirectional ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +26,15 @@ _LOGICAL = {
     torch.Tensor.__and__,
     torch.Tensor.__rand__,
     torch.Tensor.logical_and,
-    torch.Tensor.masked_fill,
 }
+
+
+# Methods that move booleans about: what they return is a mask of its own, of any rank.
+_MOVING = ("repeat", "repeat_interleave", "expand", "view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "clone")
+
+
+class _Misread(UnsupportedAttention, AttributeError):
+    """An AttributeError too, so that `hasattr` says what it says of any object."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +55,11 @@ class RuleMask:
     cu_seqlens: Tensor | None = None  # int32, the documents of all rows one after the other, where they could be counted
     visible: Tensor | None = None  # bool (B, 1, Sq, Sk): a mask that is no rule
 
-    ndim = 4
     dtype = torch.bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor] | None:
@@ -92,7 +103,21 @@ class RuleMask:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        return 4
+        return self.ndim
+
+    def is_floating_point(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MOVING:
+            return functools.partial(self._moved, name)
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"RuleMask has no attribute {name!r}")
+        raise _Misread(*_not_numbers(f"asked for {name}").args)
+
+    def _moved(self, name: str, *args: Any, **keywords: Any) -> RuleMask:
+        visible = getattr(self.dense(), name)(*args, **keywords)
+        return RuleMask(visible.shape, self.device, visible=visible)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,6 +130,32 @@ class RuleMask:
         raise _not_numbers("added to something")
 
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+
+    def __lt__(self, other: Any) -> Any:
+        raise _not_numbers("compared with something")
+
+    __le__ = __gt__ = __ge__ = __lt__
+
+    def __invert__(self) -> Tensor:
+        return ~self.dense()
+
+    def __and__(self, other: Any) -> Tensor:
+        return self.dense() & (other.dense() if isinstance(other, RuleMask) else other)
+
+    __rand__ = __and__
+
+    def to(self, *target: Any, **keywords: Any) -> RuleMask:
+        """On another device, as for a model that is spread over several. A model that asks for another dtype, or for booleans, takes the
+        mask for numbers, of which those that hide a key are not 0."""
+        asked: Any = torch._C._nn._parse_to(*target, **keywords)
+        device, dtype, *_ = asked
+        if dtype is not None:
+            raise _not_numbers(f"converted to {dtype}")
+        if device in (None, self.device):
+            return self
+        names = ("length", "padding", "documents", "cu_seqlens", "visible")
+        moved = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, device=device, **moved)
 
 
 def _not_numbers(what: str) -> UnsupportedAttention:

@@ -6,6 +6,8 @@ looks at them and skips what is hidden, and other devices, which would have to w
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ..plan import Operands, Rules, accumulator_dtype
+from .steps import Keys, Listed, Lists, Queries, pieces
 
 if TYPE_CHECKING:
-    from ..block_mask import TileLists
+    from ..score_mod import Memory
 
 NEG_INF = float("-inf")
+TAME = 2.0**30
 
 
 class TileSizes(NamedTuple):
@@ -27,37 +31,6 @@ class TileSizes(NamedTuple):
     block_m: int
     block_n: int
     scores: int
-
-
-class Keys(NamedTuple):
-    """The keys of one step: ascending runs, which are loaded side by side. One run unless tile lists chose them."""
-
-    runs: tuple[slice, ...]
-
-    @property
-    def start(self) -> int:
-        return self.runs[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.runs[-1].stop
-
-    @property
-    def width(self) -> int:
-        return sum(run.stop - run.start for run in self.runs)
-
-    def take(self, x: Tensor, dim: int) -> Tensor:
-        """These keys along a dimension of x: a view of one run, a copy of several."""
-        parts = [x.narrow(dim, run.start, run.stop - run.start) for run in self.runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Each run, and where it lies among the keys of the step."""
-        at = 0
-        for run in self.runs:
-            width = run.stop - run.start
-            yield run, slice(at, at + width)
-            at += width
 
 
 class Place(NamedTuple):
@@ -70,7 +43,10 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Chunk:
-    """Some batch items and some key heads (with the query heads that read them), visited together. B, H, G, M, N: sizes of a tile."""
+    """Some batch items and some key heads (with the query heads that read them), visited together.
+
+    B, H, M, N: sizes of a tile. B counts batch items, or the runs of queries of one item that stand side by side: see `steps`.
+    """
 
     t: Operands
     r: Rules
@@ -85,8 +61,10 @@ class Chunk:
     host: bool  # the host may read values without waiting for a device
     tiles: TileSizes
     dtype: torch.dtype
+    tame: bool  # no product can be infinite or NaN: see `tame`
     place: Place
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+    memory: Memory | None = None  # of the score function's results
 
     @property
     def offset(self) -> int | Tensor:
@@ -96,34 +74,52 @@ class Chunk:
     def arange(self, part: slice) -> Tensor:
         return torch.arange(part.start, part.stop, device=self.t.q.device)
 
-    def rows(self, i: slice) -> Tensor:
-        return self.arange(i).view(1, 1, -1, 1)
+    def rows(self, i: Queries) -> Tensor:
+        """(1 or B, 1, M, 1)."""
+        index = self.arange(i.runs[0]) if len(i.runs) == 1 else i.index
+        return index.view(len(i.runs), 1, -1, 1)
 
     def columns(self, j: Keys) -> Tensor:
-        return torch.cat([self.arange(run) for run in j.runs]).view(1, 1, 1, -1)
+        """(1 or B, 1, 1, N)."""
+        index = j.index if j.one_run is None else self.arange(j.one_run)
+        return index.view(len(j.runs), 1, 1, -1)
+
+    def take(self, x: Tensor, i: Queries) -> Tensor:
+        """The queries of a tile, of x (B, Hq, Sq, ...): a view of one run."""
+        return i.take(x[self.b, self.heads])
+
+    def put(self, x: Tensor, i: Queries, values: Tensor) -> None:
+        """Writes what `take` reads."""
+        i.put(x[self.b, self.heads], values)
 
     def part(self, x: Tensor, *index: slice) -> Tensor:
         """The piece of a broadcast (B, Hq, ...) tensor that belongs to these batch items, these heads and `index`: a view."""
         wanted = (self.b, self.heads, *index)
         return x[tuple(s if size != 1 else slice(None) for s, size in zip(wanted, x.shape, strict=False))]
 
-    def tile(self, x: Tensor, i: slice, j: Keys) -> Tensor:
-        """The piece of a broadcast (B, Hq, Sq, Sk) tensor that belongs to a tile."""
-        rows = self.part(x, i)
-        return rows if x.shape[3] == 1 else j.take(rows, 3)
+    def add_to_keys(self, total: Tensor, j: Keys, values: Tensor) -> None:
+        """total[b, h, j] += values (B, H, N), for total (B, Hq, Sk)."""
+        for b, own in enumerate(total[self.b, self.heads]):
+            j.add(own, values[b] if len(j.runs) == 1 else values.flatten(0, 1))
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
+    def tile(self, x: Tensor, i: Queries, j: Keys) -> Tensor:
+        """The piece of a broadcast (B, Hq, Sq, Sk) tensor that belongs to a tile."""
+        rows = [self.part(x, run) for run in i.runs]
+        if x.shape[3] > 1:
+            rows = [Keys(runs).take(own, 3) for own, runs in zip(rows, j.runs, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory that every step uses again: fresh pages for each tile would cost more than the arithmetic on it."""
-        size = 1
-        for n in shape:
-            size *= n
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.t.q.device)
-        return self.buffers[name][:size].view(shape)
+        key, size = (name, dtype or self.dtype), math.prod(shape)
+        if key not in self.buffers or self.buffers[key].numel() < size:
+            self.buffers[key] = torch.empty(size, dtype=key[1], device=self.t.q.device)
+        return self.buffers[key][:size].view(shape)
 
     def per_head(self, x: Tensor) -> Tensor:
         """(C, R, n) as the matrix products see it -> (B, H, M, n)."""
-        batch, heads = self.b.stop - self.b.start, self.heads.stop - self.heads.start
+        heads = self.heads.stop - self.heads.start
+        batch = x.shape[0] * (1 if self.own_keys else self.group) // heads
         return x.view(batch, heads, x.shape[0] * x.shape[1] // (batch * heads), x.shape[2])
 
     def per_key_tile(self, x: Tensor) -> Tensor:
@@ -133,12 +129,25 @@ class Chunk:
         return x.reshape(batch * heads // fold, fold * rows, width)
 
 
+def tame(t: Operands, r: Rules, dout: Tensor | None = None) -> bool:
+    """Whether all factors are far from the range's ends, as far as the host may know.
+
+    Then no score or dP is infinite or NaN, and what a bias of -inf hides needs no selecting away: its probability is 0 of itself, and 0
+    times what it meets is 0. Else the bias must be searched for -inf, at the price of a tenth of the pass. A score function may make
+    anything of -inf.
+    """
+    if t.bias is None or r.score_mod or abs(r.softmax_scale) > TAME or not host_reads(t.q.device):
+        return False
+    factors = [x for x in (t.q, t.k, t.v, dout, t.alibi_slopes) if x is not None and x.numel()]
+    return all(bool(x.amax() < TAME) and bool(x.amin() > -TAME) for x in factors)
+
+
 def host_reads(device: torch.device) -> bool:
     """Whether the host may read a tensor's values without waiting for a device."""
     return device.type == "cpu"
 
 
-def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> Iterator[Chunk]:
+def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place(), tame: bool = False) -> Iterator[Chunk]:
     """Cuts batch and heads so that one step has about `limit.scores` scores."""
     batch, heads, seqlen_q, _ = t.q.shape
     kv_heads, seqlen_k = t.k.shape[1:3]
@@ -150,16 +159,18 @@ def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> I
     ragged = any(x is not None for x in used)
 
     lists = t.blocks if host else None  # elsewhere reading them would mean waiting
-    block_m = max(1, min(limit.block_m, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
-    if lists is not None:
-        block_m = min(block_m, lists.block_m)
+    rows = limit.block_m if r.window_left < 0 else limit.block_m // 2  # a step at each end of a window has about as many hidden keys
+    block_m = max(1, min(rows, seqlen_q, max(16, limit.scores // (group * limit.block_n))))
     block_n = max(1, min(seqlen_k, max(limit.block_n, min(16 * limit.block_n, limit.block_m * limit.block_n // block_m))))
+    if lists is not None:
+        block_m, block_n = min(block_m, lists.block_m), 2 * limit.block_n
     together = max(1, limit.scores // (group * block_m * block_n))  # key heads of a step, of one batch item or of several
     step_h = min(kv_heads, together)
     step_b = 1 if (ragged and host) or step_h < kv_heads else max(1, together // kv_heads)
     if lists is not None:  # only what shares a list is visited together, and query heads of one key head
         step_h = 1 if lists.kv_num.shape[1] > 1 else step_h
         step_b = 1 if lists.kv_num.shape[0] > 1 or step_h < kv_heads else step_b
+        block_n = max(block_n, limit.scores // (step_h * group * block_m))  # of one head, all keys of a block are often one step
 
     by_head = (t.mask is not None and t.mask.shape[1] > 1) or (t.bias is not None and t.bias.shape[1] > 1)
     own_keys = group > 1 and (by_head or bool(r.score_mod) or bool(r.mask_mod))
@@ -186,44 +197,55 @@ def chunks(t: Operands, r: Rules, limit: TileSizes, place: Place = Place()) -> I
                 host=host,
                 tiles=TileSizes(block_m, block_n, limit.scores),
                 dtype=accumulator_dtype(t.q.dtype),
+                tame=tame,
+                memory=memory_of_programs() if r.score_mod else None,
                 place=place,
             )
 
 
-def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Cuts start..stop into the fewest pieces of at most `size`, about equally long."""
-    count = -(-(stop - start) // size)
-    for n in range(count):
-        yield slice(start + n * (stop - start) // count, start + (n + 1) * (stop - start) // count)
-
-
-def query_tiles(c: Chunk) -> Iterator[slice]:
-    """The queries in use, cut into tiles; with tile lists each lies in one block of queries."""
+def query_tiles(c: Chunk) -> Iterator[Queries]:
+    """The queries in use, cut into tiles; with tile lists each lies in blocks of queries that see equally many keys."""
     lists = c.t.blocks if c.host else None
     if lists is None:
-        yield from pieces(0, c.len_q, c.tiles.block_m)
+        yield from (Queries((run,)) for run in pieces(0, c.len_q, c.tiles.block_m))
         return
-    for start in range(0, c.len_q, lists.block_m):
-        yield from pieces(start, min(start + lists.block_m, c.len_q), c.tiles.block_m)
+    listed, equal = Lists(lists, c.b, c.heads), defaultdict[tuple[int, int], list[tuple[slice, Listed]]](list)
+    for m in range(-(-c.len_q // lists.block_m)):
+        for run in pieces(m * lists.block_m, min((m + 1) * lists.block_m, c.len_q), c.tiles.block_m):
+            keys = listed.of(m, *key_range(c, run))
+            equal[run.stop - run.start, keys.width].append((run, keys))
+    tiles = []
+    for (rows, width), members in equal.items():
+        scores = (c.heads.stop - c.heads.start) * rows * max(1, min(width, c.tiles.block_n))
+        together = max(1, c.tiles.scores // scores) if c.b.stop - c.b.start == 1 else 1
+        for part in pieces(0, len(members), together):
+            runs, keys = zip(*members[part], strict=True)
+            tiles.append((scores * len(runs), Queries(runs, keys)))
+    yield from (tile for _, tile in sorted(tiles, key=lambda tile: -tile[0]))  # the largest first, so that no buffer has to grow
 
 
 # ------------------------------------------------------------------------------------------------------------ what is visible
 
 
-def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[Keys, Tensor | None]]:
-    """The key tiles that some query of tile `i` may see, each with what is hidden in it: bool, broadcasts to (B, H, M, N), or None."""
+def key_range(c: Chunk, run: slice) -> tuple[int, int]:
+    """The keys inside the window of some query of a run, as far as the host knows the lengths."""
     start, stop = 0, c.len_k
     if c.lengths is None:
         if c.r.window_left >= 0:
-            start = max(start, i.start + c.offset - c.r.window_left)
+            start = max(start, run.start + c.offset - c.r.window_left)
         if c.r.window_right >= 0:
-            stop = min(stop, i.stop + c.offset + c.r.window_right)
-    if start >= stop:
-        return
-    if c.t.blocks is not None and c.host:
-        steps = listed_keys(c, c.t.blocks, i, start, stop)
+            stop = min(stop, run.stop + c.offset + c.r.window_right)
+    return start, max(start, stop)
+
+
+def key_tiles(c: Chunk, i: Queries) -> Iterator[tuple[Keys, Tensor | None]]:
+    """The key tiles that some query of tile `i` may see, each with what is hidden in it: bool, broadcasts to (B, H, M, N), or None."""
+    if i.listed is None:
+        steps = ((Keys((run,)), True) for run in pieces(*key_range(c, i.runs[0]), c.tiles.block_n))
     else:
-        steps = ((Keys((run,)), True) for run in pieces(start, stop, c.tiles.block_n))
+        partial = max(own.masked for own in i.listed)
+        cuts = (*pieces(0, partial, c.tiles.block_n), *pieces(partial, i.listed[0].width, c.tiles.block_n))
+        steps = ((Keys(*(own.cut(cut.start, cut.stop) for own in i.listed)), cut.start < partial) for cut in cuts)
     for j, masked in steps:
         hidden = None
         for condition in hiding_conditions(c, i, j, masked):
@@ -233,44 +255,17 @@ def key_tiles(c: Chunk, i: slice) -> Iterator[tuple[Keys, Tensor | None]]:
             yield j, hidden
 
 
-def listed_keys(c: Chunk, lists: TileLists, i: slice, start: int, stop: int) -> Iterator[tuple[Keys, bool]]:
-    """The keys from `start` to `stop` in listed tiles, the partial ones (True: the mask hides some) apart from the full ones."""
-    m = i.start // lists.block_m
-    batch = range(c.b.start, c.b.stop) if lists.kv_num.shape[0] > 1 else range(1)
-    heads = range(c.heads.start, c.heads.stop) if lists.kv_num.shape[1] > 1 else range(1)
-
-    def blocks(number: Tensor, index: Tensor) -> list[set[int]]:
-        return [set(index[b, h, m, : int(number[b, h, m])].tolist()) for b in batch for h in heads]
-
-    partial, full = blocks(lists.kv_num, lists.kv_idx), blocks(lists.kv_full_num, lists.kv_full_idx)
-    everywhere = set.intersection(*full)  # what is full for one head and not for another is masked for both
-    for masked, chosen in ((True, set.union(*partial, *full) - everywhere), (False, everywhere)):
-        runs: list[slice] = []
-        width = 0
-        for n in sorted(chosen):
-            first, last = max(start, n * lists.block_n), min(stop, (n + 1) * lists.block_n)
-            if first >= last:
-                continue
-            if runs and width + last - first > c.tiles.block_n:
-                yield Keys(tuple(runs)), masked
-                runs, width = [], 0
-            if runs and runs[-1].stop == first:
-                runs[-1] = slice(runs[-1].start, last)
-            else:
-                runs.append(slice(first, last))
-            width += last - first
-        if runs:
-            yield Keys(tuple(runs)), masked
-
-
-def hiding_conditions(c: Chunk, i: slice, j: Keys, masked: bool) -> Iterator[Tensor]:
+def hiding_conditions(c: Chunk, i: Queries, j: Keys, masked: bool) -> Iterator[Tensor]:
     """Every reason why a score of tile (i, j) may be hidden, apart from what `score_mod` decides, and from the mask unless `masked`."""
     t, r = c.t, c.r
     # Distance of the tile's corners from the diagonal; with lengths on the device nothing is known and all conditions apply.
     known = c.lengths is None
-    if r.window_right >= 0 and not (known and j.stop - 1 <= i.start + c.offset + r.window_right):
+    corners = list(
+        zip(i.runs, (min(x.start for x in runs) for runs in j.runs), (max(x.stop for x in runs) for runs in j.runs), strict=True)
+    )
+    if r.window_right >= 0 and not (known and all(last - 1 <= run.start + c.offset + r.window_right for run, _, last in corners)):
         yield c.columns(j) > c.rows(i) + c.offset + r.window_right
-    if r.window_left >= 0 and not (known and j.start >= i.stop - 1 + c.offset - r.window_left):
+    if r.window_left >= 0 and not (known and all(first >= run.stop - 1 + c.offset - r.window_left for run, first, _ in corners)):
         yield c.columns(j) < c.rows(i) + c.offset - r.window_left
     if c.lengths is not None:
         len_q, len_k = c.lengths
@@ -279,10 +274,25 @@ def hiding_conditions(c: Chunk, i: slice, j: Keys, masked: bool) -> Iterator[Ten
         yield ~c.tile(t.mask, i, j)
     if t.bias is not None:
         bias = c.tile(t.bias, i, j)
-        if not c.host or not bias.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
+        if not c.host or bias_hides(c, bias):
             yield bias == NEG_INF
     if r.mask_mod and masked:
         yield ~program(r.mask_mod).evaluate(indices(c, i, j), t.captured)
+
+
+def bias_hides(c: Chunk, bias: Tensor) -> bool:
+    """Whether a tile of the bias has a -inf of which the host must know; for tame factors, whether it seems to hide the whole tile."""
+    if c.tame:
+        corners = bias[..., :: max(1, bias.shape[2] - 1), :: max(1, bias.shape[3] - 1)]
+        if corners.amax() > NEG_INF:
+            return False
+    return not bool(bias.amin() > NEG_INF)  # the minimum costs a fraction of the comparison
+
+
+def memory_of_programs() -> Memory:
+    from ..score_mod import Memory  # few calls have one
+
+    return Memory()
 
 
 def program(text: str) -> Any:
@@ -291,7 +301,7 @@ def program(text: str) -> Any:
     return Program.parse(text)
 
 
-def indices(c: Chunk, i: slice, j: Keys) -> dict[str, Tensor]:
+def indices(c: Chunk, i: Queries, j: Keys) -> dict[str, Tensor]:
     """What a traced program reads: batch item, query head, query, key and position, each broadcasting to (B, H, M, N)."""
     rows = c.rows(i)
     return {
@@ -303,6 +313,6 @@ def indices(c: Chunk, i: slice, j: Keys) -> dict[str, Tensor]:
     }
 
 
-def distances(c: Chunk, i: slice, j: Keys) -> Tensor:
+def distances(c: Chunk, i: Queries, j: Keys) -> Tensor:
     """|p - j|, broadcasts to (B, H, M, N)."""
     return (c.rows(i) + c.offset - c.columns(j)).abs_().to(c.dtype)

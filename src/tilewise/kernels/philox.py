@@ -78,7 +78,7 @@ def _numpy() -> Any:
     try:
         import numpy
 
-        torch.empty(0).numpy()
+        torch.empty(0, device="cpu").numpy()
     except (ImportError, RuntimeError):
         return None
     return numpy

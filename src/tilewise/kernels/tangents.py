@@ -18,11 +18,12 @@ from torch import Tensor
 from .. import score_tangents
 from ..plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, Tangents
 from . import packed
-from .chunks import NEG_INF, Chunk, Keys, Place, chunks, distances, host_reads, indices, key_tiles, query_tiles
-from .tiled import add_to_keys, as_bits, dropout_bits, finite, load_keys, load_queries, probabilities, scores, tile_sizes
+from .chunks import NEG_INF, Chunk, Place, chunks, distances, host_reads, indices, key_tiles, query_tiles
+from .steps import Keys, Queries
+from .tiled import add_bias_gradient, add_to_keys, as_bits, dropout_bits, finite, load_keys, load_queries, probabilities, scores, tile_sizes
 
 
-class Queries(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries and their tangents, (C, R, D), both carrying the scale; `empty` (B, H, M, 1) marks rows that see nothing."""
 
     q: Tensor
@@ -59,17 +60,14 @@ class Tile(NamedTuple):
     tscore: Tensor | None
 
 
-def load_query_tile(c: Chunk, i: slice, u: Tangents, saved: Saved) -> Queries:
-    empty = saved.lse[c.b, c.heads, i].unsqueeze(-1) == NEG_INF
+def load_query_tile(c: Chunk, i: Queries, u: Tangents, saved: Saved) -> QueryTile:
+    empty = c.take(saved.lse, i).unsqueeze(-1) == NEG_INF
     q = load_queries(c, c.t.q, i, empty) * c.r.softmax_scale
-    return Queries(q, None if u.tq is None else load_queries(c, u.tq, i, empty) * c.r.softmax_scale, empty)
+    return QueryTile(q, None if u.tq is None else load_queries(c, u.tq, i, empty) * c.r.softmax_scale, empty)
 
 
 def load_key_tile(c: Chunk, x: Tensor, tx: Tensor | None, j: Keys, hidden: Tensor | None) -> KeyTile:
-    moved = None if tx is None else load_keys(c, tx, j, hidden)
-    if moved is not None and len(j.runs) > 1:
-        moved = moved.clone()  # it lies in memory that the next tile gathered from several runs takes
-    return KeyTile(load_keys(c, x, j, hidden), moved)
+    return KeyTile(load_keys(c, x, j, hidden), None if tx is None else load_keys(c, tx, j, hidden))
 
 
 def product_tangent(a: Tensor, ta: Tensor | None, b: Tensor, tb: Tensor | None) -> Tensor:
@@ -82,7 +80,7 @@ def product_tangent(a: Tensor, ta: Tensor | None, b: Tensor, tb: Tensor | None) 
     return total
 
 
-def score_tile(c: Chunk, rows: Queries, keys: KeyTile, i: slice, j: Keys, hidden: Tensor | None, u: Tangents) -> Tile:
+def score_tile(c: Chunk, rows: QueryTile, keys: KeyTile, i: Queries, j: Keys, hidden: Tensor | None, u: Tangents) -> Tile:
     """Scores and their tangents, each step of the one followed by the same step of the other."""
     r = c.r
     s, hidden, tanh, score = scores(c, rows.q, keys.x, i, j, hidden, keep=True)
@@ -102,7 +100,7 @@ def score_tile(c: Chunk, rows: Queries, keys: KeyTile, i: slice, j: Keys, hidden
     return Tile(s, ts, hidden, tanh, traw, score, tscore)
 
 
-def row_state(c: Chunk, i: slice, rows: Queries, u: Tangents) -> Rows:
+def row_state(c: Chunk, i: Queries, rows: QueryTile, u: Tangents) -> Rows:
     """The first pass: an online softmax that sums exp(s - m) and exp(s - m) ts."""
     m = rows.q.new_full((*rows.q.shape[:2], 1), NEG_INF)
     l, tl = torch.zeros_like(m), torch.zeros_like(m)
@@ -134,7 +132,7 @@ def row_state(c: Chunk, i: slice, rows: Queries, u: Tangents) -> Rows:
     return Rows(finite(m), inverse, tlse, sink, tsink)
 
 
-def per_row(c: Chunk, x: Tensor, rows: Queries) -> Tensor:
+def per_row(c: Chunk, x: Tensor, rows: QueryTile) -> Tensor:
     """(Hq,) -> (B, H, M, 1)."""
     return x[c.heads].to(c.dtype).view(1, -1, 1, 1).expand(rows.empty.shape)
 
@@ -180,7 +178,7 @@ def jvp_chunks(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outpu
                 x[c.b, c.heads, rest].zero_()
 
 
-def jvp_tile(c: Chunk, i: slice, u: Tangents, saved: Saved, tangents: Outputs) -> None:
+def jvp_tile(c: Chunk, i: Queries, u: Tangents, saved: Saved, tangents: Outputs) -> None:
     t, r = c.t, c.r
     rows = load_query_tile(c, i, u, saved)
     state = row_state(c, i, rows, u)
@@ -191,9 +189,7 @@ def jvp_tile(c: Chunk, i: slice, u: Tangents, saved: Saved, tangents: Outputs) -
         log_p = log_probabilities(tile, state) if tangents.entropy is not None else None
         p, tp = probability_tile(tile, state)
         if tangents.key_mass is not None:
-            mass = c.per_head(tp).sum(2)
-            for run, span in j.spans():
-                tangents.key_mass[c.b, c.heads, run] += mass[..., span]
+            c.add_to_keys(tangents.key_mass, j, c.per_head(tp).sum(2))
         if log_p is not None:
             tentropy.sub_(log_p.add_(1.0).mul_(tp).sum(-1, keepdim=True))
         if r.dropout_p > 0:
@@ -204,10 +200,10 @@ def jvp_tile(c: Chunk, i: slice, u: Tangents, saved: Saved, tangents: Outputs) -
         tout.baddbmm_(tp, v.x)
         if v.tx is not None:
             tout.baddbmm_(p, v.tx)
-    tangents.out[c.b, c.heads, i] = c.per_head(tout.div_(1.0 - r.dropout_p))
-    tangents.lse[c.b, c.heads, i] = c.per_head(state.tlse).squeeze(-1)
+    c.put(tangents.out, i, c.per_head(tout.div_(1.0 - r.dropout_p)))
+    c.put(tangents.lse, i, c.per_head(state.tlse).squeeze(-1))
     if tangents.entropy is not None:
-        tangents.entropy[c.b, c.heads, i] = c.per_head(tentropy).squeeze(-1)
+        c.put(tangents.entropy, i, c.per_head(tentropy).squeeze(-1))
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -263,7 +259,7 @@ class OutputGradients(NamedTuple):
     tcot: Cotangents
 
 
-def load_output_gradients(c: Chunk, i: slice, rows: Queries, cot: Cotangents, tcot: Cotangents) -> OutputGradients:
+def load_output_gradients(c: Chunk, i: Queries, rows: QueryTile, cot: Cotangents, tcot: Cotangents) -> OutputGradients:
     def load(x: Tensor | None) -> Tensor | None:
         return None if x is None else load_queries(c, x, i, rows.empty) / (1.0 - c.r.dropout_p)
 
@@ -271,7 +267,7 @@ def load_output_gradients(c: Chunk, i: slice, rows: Queries, cot: Cotangents, tc
 
 
 def probability_gradients(
-    c: Chunk, i: slice, j: Keys, tile: Tile, state: Rows, w: OutputGradients, v: KeyTile, kept: Tensor | None
+    c: Chunk, i: Queries, j: Keys, tile: Tile, state: Rows, w: OutputGradients, v: KeyTile, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """dP and its tangent, both 0 where hidden: through the output, key_mass and entropy. For a tile whose s is still there."""
     dp, tdp = torch.zeros_like(tile.s), torch.zeros_like(tile.s)
@@ -286,7 +282,7 @@ def probability_gradients(
             as_bits(x).bitwise_and_(kept)
 
     def rows_of(x: Tensor) -> Tensor:
-        return c.per_key_tile(x[c.b, c.heads, i].unsqueeze(-1))
+        return c.per_key_tile(c.take(x, i).unsqueeze(-1))
 
     for x, cot in ((dp, w.cot), (tdp, w.tcot)):
         if cot.dkey_mass is not None:
@@ -301,7 +297,7 @@ def probability_gradients(
     return dp, tdp
 
 
-def row_terms(c: Chunk, i: slice, rows: Queries, state: Rows, w: OutputGradients, u: Tangents) -> tuple[Tensor, Tensor]:
+def row_terms(c: Chunk, i: Queries, rows: QueryTile, state: Rows, w: OutputGradients, u: Tangents) -> tuple[Tensor, Tensor]:
     """D_i = sum_j p_ij dp_ij - dlse_i and its tangent, (C, R, 1): the second pass."""
     delta, tdelta = torch.zeros_like(state.tlse), torch.zeros_like(state.tlse)
     for x, cot in ((delta, w.cot), (tdelta, w.tcot)):
@@ -319,7 +315,7 @@ def row_terms(c: Chunk, i: slice, rows: Queries, state: Rows, w: OutputGradients
 
 def backward_jvp_tile(
     c: Chunk,
-    i: slice,
+    i: Queries,
     u: Tangents,
     saved: Saved,
     cot: Cotangents,
@@ -363,11 +359,11 @@ def backward_jvp_tile(
                         as_bits(x).bitwise_and_(kept)
                     add_to_keys(c, tdv, x, dout, j)
     if tangents.dq is not None:
-        tangents.dq[c.b, c.heads, i] = c.per_head(tdq.mul_(r.softmax_scale))
+        c.put(tangents.dq, i, c.per_head(tdq.mul_(r.softmax_scale)))
 
 
 def to_scaled_products(
-    c: Chunk, i: slice, j: Keys, tile: Tile, ds: Tensor, tds: Tensor, u: Tangents, tangents: Gradients
+    c: Chunk, i: Queries, j: Keys, tile: Tile, ds: Tensor, tds: Tensor, u: Tangents, tangents: Gradients
 ) -> tuple[Tensor, Tensor]:
     """Walks dS and its tangent back from the final score to the scaled product, adding to each parameter's tangent on the way."""
     t, r = c.t, c.r
@@ -379,10 +375,7 @@ def to_scaled_products(
         ds, tds = (x.contiguous().view(ds.shape) for x in after)
     tds_tile = c.per_head(tds)
     if tangents.dbias is not None:
-        own = c.part(tangents.dbias, i)
-        for run, span in j.spans():
-            total = own if own.shape[3] == 1 else own[..., run]
-            total.add_(tds_tile[..., span].sum_to_size(total.shape))
+        add_bias_gradient(c, i, j, tds_tile, tangents.dbias)
     if tangents.dalibi_slopes is not None:
         total = c.part(tangents.dalibi_slopes)
         total.sub_((tds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))

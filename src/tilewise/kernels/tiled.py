@@ -17,7 +17,6 @@ from . import packed
 from .chunks import (
     NEG_INF,
     Chunk,
-    Keys,
     Place,
     TileSizes,
     chunks,
@@ -25,18 +24,19 @@ from .chunks import (
     host_reads,
     indices,
     key_tiles,
-    pieces,
     program,
     query_tiles,
+    tame,
 )
 from .philox import in_threads, write_keep_mask
+from .steps import Keys, Queries, pieces
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype).view(INTEGERS[dtype]).item() for dtype in INTEGERS}
+INF_BITS = {dtype: torch.tensor(NEG_INF, dtype=dtype, device="cpu").view(INTEGERS[dtype]).item() for dtype in INTEGERS}
 PHILOX_STEP = 1 << 17  # probabilities whose dropout one thread of a CPU draws at once: the generator's integers stay in its L2 cache
 
 # On a CPU the scores of a step stay near the caches; elsewhere a step must be long compared with the launch of a dozen kernels.
-CPU_TILES = TileSizes(block_m=256, block_n=512, scores=1 << 20)
+CPU_TILES = TileSizes(block_m=512, block_n=512, scores=1 << 20)
 DEVICE_TILES = TileSizes(block_m=1024, block_n=1024, scores=1 << 24)
 
 
@@ -44,9 +44,9 @@ def tile_sizes(device: torch.device) -> TileSizes:
     return CPU_TILES if device.type == "cpu" else DEVICE_TILES
 
 
-def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None) -> Tensor:
+def load_queries(c: Chunk, x: Tensor, i: Queries, hidden: Tensor | None = None) -> Tensor:
     """(C, R, D): a tile of q, out or dout in the accumulator dtype; rows `hidden` (B, H, M, 1) are 0, whatever they hold."""
-    tile = x[c.b, c.heads, i].to(c.dtype)
+    tile = c.take(x, i).to(c.dtype)
     if hidden is not None:
         tile = tile.masked_fill(hidden, 0.0)
     return c.per_key_tile(tile)
@@ -54,13 +54,11 @@ def load_queries(c: Chunk, x: Tensor, i: slice, hidden: Tensor | None = None) ->
 
 def load_keys(c: Chunk, x: Tensor, j: Keys, hidden: Tensor | None) -> Tensor:
     """(C, N, D): a tile of k or v in the accumulator dtype. Keys hidden from the whole tile are 0: a NaN there must meet no product."""
-    own = x[c.b, c.kv_heads]
-    if len(j.runs) == 1:
-        tile = own[:, :, j.runs[0]].to(c.dtype)
-    else:
-        tile = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], j.width, own.shape[3])
-        for run, span in j.spans():
-            tile[:, :, span] = own[:, :, run]
+    own, memory = x[c.b, c.kv_heads], None
+    if j.one_run is None and (x is c.t.k or x is c.t.v):
+        count = len(j.runs) * j.width
+        memory = c.buffer("k" if x is c.t.k else "v", *own.shape[:2], count, own.shape[3], dtype=x.dtype)
+    tile = j.take(own, 2, memory).to(c.dtype)
     if c.own_keys:
         tile = tile.repeat_interleave(c.group, 1)
     if hidden is not None:
@@ -77,24 +75,26 @@ class Scores(NamedTuple):
     raw: Tensor | None  # (B, H, M, N): what score_mod saw
 
 
-def scores(c: Chunk, q: Tensor, k: Tensor, i: slice, j: Keys, hidden: Tensor | None, keep: bool = False) -> Scores:
+def scores(c: Chunk, q: Tensor, k: Tensor, i: Queries, j: Keys, hidden: Tensor | None, keep: bool = False) -> Scores:
     """Scaled products, softcap, bias, ALiBi, score function, mask; `q` (C, R, D) carries the scale. `keep` is for the backward pass."""
     t, r, tanh, raw = c.t, c.r, None, None
-    s = torch.bmm(q, k.mT, out=c.buffer("s", *q.shape[:2], k.shape[1]))
+    s = product(c, "s", q, k.mT)
     if r.softcap > 0:
         s.div_(r.softcap).tanh_()
         tanh = c.buffer("tanh", *s.shape).copy_(s) if keep else None
         s.mul_(r.softcap)
     tile = c.per_head(s)  # (B, H, M, N), the same memory
     if t.bias is not None:
-        tile.add_(c.tile(t.bias, i, j))
+        bias = c.tile(t.bias, i, j)
+        tile.add_(bias if bias.dtype == c.dtype else c.buffer("bias", *bias.shape).copy_(bias))  # a sum of two dtypes takes twice as long
     if t.alibi_slopes is not None:
         tile.addcmul_(c.part(t.alibi_slopes)[..., None, None].to(c.dtype), distances(c, i, j), value=-1)
     if r.score_mod:
-        raw = tile.clone() if keep else tile
-        tile.copy_(program(r.score_mod).evaluate({"score": raw, **indices(c, i, j)}, t.captured))
-        masked = tile == NEG_INF
-        hidden = masked if hidden is None else masked | hidden
+        raw = c.buffer("raw", *tile.shape).copy_(tile) if keep else tile
+        tile.copy_(program(r.score_mod).evaluate({"score": raw, **indices(c, i, j)}, t.captured, c.memory))
+        if not c.host or not tile.amin() > NEG_INF:  # the minimum costs a fraction of the comparison
+            masked = tile == NEG_INF
+            hidden = masked if hidden is None else masked | hidden
     if hidden is not None:
         hide(tile, hidden)
     return Scores(s, hidden, tanh, raw)
@@ -124,9 +124,18 @@ def finite(m: Tensor) -> Tensor:
     return m.masked_fill(m == NEG_INF, 0.0)
 
 
-def accumulate(o: Tensor, alpha: Tensor, p: Tensor, v: Tensor) -> None:
+def accumulate(o: Tensor, alpha: Tensor, pv: Tensor) -> None:
     """o <- alpha * o + p v."""
-    o.mul_(alpha).baddbmm_(p, v)
+    o.mul_(alpha).add_(pv)
+
+
+def product(c: Chunk, name: str, a: Tensor, b: Tensor) -> Tensor:
+    """a b, in a buffer of that name. (On a CPU a product that adds to its result takes a third longer than a product and a sum.)
+
+    Factors are in the accumulator dtype for 16-bit inputs too: torch rounds a 16-bit product, and in bfloat16 units of CPUs rows whose
+    length is no multiple of 32 meet the next row times 0, so that a NaN there would show where it does not belong.
+    """
+    return torch.bmm(a, b, out=c.buffer(name, *a.shape[:2], b.shape[2]))
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -140,7 +149,7 @@ def hide(s: Tensor, hidden: Tensor) -> None:
     as_bits(s).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(INF_BITS[s.dtype]))
 
 
-def dropout_bits(c: Chunk, x: Tensor, i: slice, j: Keys) -> Tensor:
+def dropout_bits(c: Chunk, x: Tensor, i: Queries, j: Keys) -> Tensor:
     """For the scores `x` of a tile: integers with all bits 1 where dropout keeps the probability, else 0."""
     assert c.t.dropout_seed is not None  # dropout_p > 0
     index, bits = indices(c, i, j), as_bits(c.buffer("keep", *x.shape))
@@ -148,9 +157,10 @@ def dropout_bits(c: Chunk, x: Tensor, i: slice, j: Keys) -> Tensor:
     seed, dropout_p = c.t.dropout_seed, c.r.dropout_p
 
     def draw(rows: slice) -> None:
-        for run, span in j.spans():
-            q_index = index["q_idx"][:, :, rows]
-            write_keep_mask(tile[:, :, rows, span], seed, dropout_p, index["b"], index["h"], q_index, run.start, run.stop)
+        for n, run, span in j.spans():
+            own = slice(None) if len(j.runs) == 1 else slice(n, n + 1)
+            q_index = index["q_idx"][own, :, rows]
+            write_keep_mask(tile[own, :, rows, span], seed, dropout_p, index["b"], index["h"], q_index, run.start, run.stop)
 
     if c.host:
         in_threads(draw, list(pieces(0, tile.shape[2], max(1, PHILOX_STEP // tile[:, :, 0].numel()))))
@@ -183,7 +193,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
 
 def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
     """Fills `out`, but for what is summed over queries or batch items: adds to that."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t, r)):
         for i in query_tiles(c):
             forward_tile(c, i, out)
         rest = slice(c.len_q, t.q.shape[2])
@@ -193,7 +203,7 @@ def forward_chunks(t: Operands, r: Rules, out: Outputs, place: Place) -> None:
             out.entropy[c.b, c.heads, rest].zero_()
 
 
-def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
+def forward_tile(c: Chunk, i: Queries, out: Outputs) -> None:
     """Output and LSE of one tile of queries."""
     t, r = c.t, c.r
     q = load_queries(c, t.q, i) * r.softmax_scale
@@ -205,7 +215,7 @@ def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
         p, alpha = online_softmax_update(s, m, l)
         if r.dropout_p > 0:
             as_bits(p).bitwise_and_(dropout_bits(c, p, i, j))
-        accumulate(o, alpha, p, load_keys(c, t.v, j, hidden))
+        accumulate(o, alpha, product(c, "pv", p, load_keys(c, t.v, j, hidden)))
 
     if out.max_logits is not None:
         best = out.max_logits[c.heads]
@@ -216,8 +226,8 @@ def forward_tile(c: Chunk, i: slice, out: Outputs) -> None:
     if t.sink is not None and c.lengths is not None:
         lse.masked_fill_(c.rows(i) >= c.lengths[0], NEG_INF)
     o.div_(l.masked_fill_(l == 0, 1.0).mul_(1.0 - r.dropout_p))
-    out.out[c.b, c.heads, i] = c.per_head(o)
-    out.lse[c.b, c.heads, i] = lse.squeeze(-1)
+    c.put(out.out, i, c.per_head(o))
+    c.put(out.lse, i, lse.squeeze(-1))
     if out.key_mass is not None or out.entropy is not None:
         auxiliary_outputs(c, i, q, finite_or_empty(c, lse), out)
 
@@ -247,7 +257,7 @@ def log_probabilities(s: Tensor, lse: Tensor) -> Tensor:
     return s.sub_(lse).clamp(min=-1000.0)
 
 
-def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) -> None:
+def auxiliary_outputs(c: Chunk, i: Queries, q: Tensor, lse: Tensor, out: Outputs) -> None:
     """The second pass: sum of p over queries for each key, and -sum p ln p over keys for each query. P is taken before dropout."""
     entropy = torch.zeros_like(lse)
     weight = row_weights(c, i, q, lse)
@@ -259,13 +269,11 @@ def auxiliary_outputs(c: Chunk, i: slice, q: Tensor, lse: Tensor, out: Outputs) 
             log_p.add_(weight.clamp_min(1e-30).log())  # 0 for an empty row
             p.mul_(weight)
         if out.key_mass is not None:
-            mass = c.per_head(p).sum(2)
-            for run, span in j.spans():
-                out.key_mass[c.b, c.heads, run] += mass[..., span]
+            c.add_to_keys(out.key_mass, j, c.per_head(p).sum(2))
         if out.entropy is not None:
             entropy.sub_(log_p.mul_(p).sum(-1, keepdim=True))
     if out.entropy is not None:
-        out.entropy[c.b, c.heads, i] = c.per_head(entropy).squeeze(-1)
+        c.put(out.entropy, i, c.per_head(entropy).squeeze(-1))
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -294,7 +302,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
 
 def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients, place: Place) -> None:
     """Fills dq, dk and dv, and adds to the gradients of parameters."""
-    for c in chunks(t, r, tile_sizes(t.q.device), place):
+    for c in chunks(t, r, tile_sizes(t.q.device), place, tame(t, r, cot.dout)):
         kv_rows = (c.b.stop - c.b.start) * (c.kv_heads.stop - c.kv_heads.start), t.k.shape[2]
         totals = [None if g is None else torch.zeros(*kv_rows, g.shape[3], dtype=c.dtype, device=g.device) for g in (grads.dk, grads.dv)]
         for i in query_tiles(c):
@@ -306,11 +314,13 @@ def backward_chunks(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads:
                 grad[c.b, c.kv_heads] = total.view(grad[c.b, c.kv_heads].shape)
 
 
-def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Gradients, dk: Tensor | None, dv: Tensor | None) -> None:
+def backward_tile(c: Chunk, i: Queries, saved: Saved, cot: Cotangents, grads: Gradients, dk: Tensor | None, dv: Tensor | None) -> None:
     """What one tile of queries adds to every gradient. dk (C, Sk, D) and dv (C, Sk, Dv) are running sums in the accumulator dtype."""
     t, r = c.t, c.r
-    lse = saved.lse[c.b, c.heads, i].unsqueeze(-1)  # (B, H, M, 1)
-    empty = lse == NEG_INF
+    lse = c.take(saved.lse, i).unsqueeze(-1)  # (B, H, M, 1)
+    empty: Tensor | None = lse == NEG_INF
+    if c.host and empty is not None and not empty.any():
+        empty = None
     lse = finite_or_empty(c, lse)
     q = load_queries(c, t.q, i, empty) * r.softmax_scale
     dout = None if cot.dout is None else load_queries(c, cot.dout, i, empty)
@@ -337,7 +347,7 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
         dp = None
         if dout is not None and need_ds:
             v = load_keys(c, t.v, j, tile.hidden)
-            dp = torch.bmm(dout, v.mT, out=c.buffer("dp", *p.shape))
+            dp = product(c, "dp", dout, v.mT)
             if kept is not None:
                 as_bits(dp).bitwise_and_(kept)
         if need_ds:
@@ -345,7 +355,7 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
             if r.score_mod:
                 k = load_keys(c, t.k, j, tile.hidden)
             add_parameter_gradients(c, i, j, tile, ds, grads)
-            dq.baddbmm_(ds, k)
+            dq.add_(product(c, "dq", ds, k))
             if dk is not None:
                 add_to_keys(c, dk, ds, q, j)
         if dv is not None and dout is not None:
@@ -353,10 +363,10 @@ def backward_tile(c: Chunk, i: slice, saved: Saved, cot: Cotangents, grads: Grad
                 as_bits(p).bitwise_and_(kept)
             add_to_keys(c, dv, p, dout, j)
     if grads.dq is not None:
-        grads.dq[c.b, c.heads, i] = c.per_head(dq.mul_(r.softmax_scale))
+        c.put(grads.dq, i, c.per_head(dq.mul_(r.softmax_scale)))
 
 
-def row_weights(c: Chunk, i: slice, q: Tensor, lse: Tensor) -> Tensor | None:
+def row_weights(c: Chunk, i: Queries, q: Tensor, lse: Tensor) -> Tensor | None:
     """1 / sum_j exp(s_ij - lse_i), (C, R, 1), where that is not 1 within rounding; None where it is for every row.
 
     -1e9 + ln 4 is -1e9 in float32: the LSE of a row of very low (or high) scores has lost the logarithm of its sum. The factor belongs to
@@ -379,7 +389,15 @@ def row_weights(c: Chunk, i: slice, q: Tensor, lse: Tensor) -> Tensor | None:
 
 
 def row_terms(
-    c: Chunk, i: slice, q: Tensor, lse: Tensor, empty: Tensor, dout: Tensor | None, saved: Saved, cot: Cotangents, weight: Tensor | None
+    c: Chunk,
+    i: Queries,
+    q: Tensor,
+    lse: Tensor,
+    empty: Tensor | None,
+    dout: Tensor | None,
+    saved: Saved,
+    cot: Cotangents,
+    weight: Tensor | None,
 ) -> Tensor:
     """D_i = sum_j p_ij dp_ij - dlse_i, (C, R, 1): the part of dS that a whole row shares. sum_j p_ij (dout_i . v_j) is out_i . dout_i."""
     delta = torch.zeros_like(lse)
@@ -397,16 +415,13 @@ def row_terms(
     return delta
 
 
-def auxiliary_cotangents(c: Chunk, i: slice, j: Keys, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
+def auxiliary_cotangents(c: Chunk, i: Queries, j: Keys, s: Tensor, lse: Tensor, cot: Cotangents) -> Tensor | None:
     """The derivative of the loss with respect to p_ij through key_mass and entropy, (C, R, N); leaves ln p in the memory of s."""
     if cot.dkey_mass is None and cot.dentropy is None:
         return None
     log_p = log_probabilities(s, lse)
     hidden = s == NEG_INF
-    if cot.dentropy is None:
-        daux = log_p.zero_()
-    else:
-        daux = log_p.add_(1.0).mul_(c.per_key_tile(cot.dentropy[c.b, c.heads, i].unsqueeze(-1))).neg_()
+    daux = log_p.zero_() if cot.dentropy is None else log_p.add_(1.0).mul_(load_queries(c, cot.dentropy.unsqueeze(-1), i)).neg_()
     if cot.dkey_mass is not None:
         c.per_head(daux).add_(j.take(cot.dkey_mass[c.b, c.heads], 2).unsqueeze(2))
     return daux.masked_fill_(hidden, 0.0)
@@ -421,23 +436,31 @@ def score_gradients(c: Chunk, p: Tensor, dp: Tensor | None, daux: Tensor | None,
     return dp.sub_(delta).mul_(p)
 
 
-def add_parameter_gradients(c: Chunk, i: slice, j: Keys, tile: Scores, ds: Tensor, grads: Gradients) -> None:
+def add_parameter_gradients(c: Chunk, i: Queries, j: Keys, tile: Scores, ds: Tensor, grads: Gradients) -> None:
     """Walks back from the final score to the scaled product, in place in `ds`, and adds to each parameter's gradient on the way."""
     t, r = c.t, c.r
     ds_tile = c.per_head(ds)
     if r.score_mod:
-        dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile.clone(), grads.dcaptured)
+        dscore, _ = program(r.score_mod).vjp({"score": tile.raw, **indices(c, i, j)}, t.captured, ds_tile, grads.dcaptured, c.memory)
         ds_tile.copy_(dscore)
     if grads.dbias is not None:
-        rows = c.part(grads.dbias, i)
-        for run, span in j.spans():
-            total = rows if rows.shape[3] == 1 else rows[..., run]
-            total.add_(ds_tile[..., span].sum_to_size(total.shape))
+        add_bias_gradient(c, i, j, ds_tile, grads.dbias)
     if grads.dalibi_slopes is not None:
         total = c.part(grads.dalibi_slopes)
         total.sub_((ds_tile * distances(c, i, j)).sum((2, 3)).sum_to_size(total.shape))
     if tile.tanh is not None:
         ds.addcmul_(ds, tile.tanh.square_(), value=-1)
+
+
+def add_bias_gradient(c: Chunk, i: Queries, j: Keys, ds: Tensor, dbias: Tensor) -> None:
+    """dbias += ds, (B, H, M, N), summed over what the bias is broadcast along."""
+    for n, run, span in j.spans():
+        rows, part = c.part(dbias, i.runs[n]), ds[..., span] if len(j.runs) == 1 else ds[n : n + 1, ..., span]
+        total = rows if rows.shape[3] == 1 else rows[..., run]
+        if total.dtype != c.dtype:  # of full size: no other tile has a part in it, and torch takes five times as long for a 16-bit sum
+            total.copy_(part)
+        else:
+            total.add_(part.sum_to_size(total.shape))
 
 
 def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> None:
@@ -449,9 +472,7 @@ def add_sink_gradient(c: Chunk, lse: Tensor, delta: Tensor, dsink: Tensor) -> No
 
 def add_to_keys(c: Chunk, total: Tensor, x: Tensor, rows: Tensor, j: Keys) -> None:
     """total[:, j] += x^T rows, for x (C, R, N) and rows (C, R, D), summed over the query heads of each key head."""
-    for run, span in j.spans():
-        part, x_run = total[:, run], x[..., span]
-        if c.own_keys:
-            part.add_(torch.bmm(x_run.mT, rows).unflatten(0, (-1, c.group)).sum(1))
-        else:
-            part.baddbmm_(x_run.mT, rows)
+    each = product(c, "keys", x.mT, rows)
+    if c.own_keys:
+        each = each.unflatten(0, (-1, c.group)).sum(1)
+    j.add(total, each)

@@ -93,7 +93,7 @@ def attend_tile(
         hide(tile, hidden)
         weights, alpha = online_softmax_update(s, m, l)
         values = fetch(t, t.v_cache, b, j0, len(j)).to(dtype).masked_fill(of_keys, 0.0)
-        accumulate(o, alpha, weights, values)
+        accumulate(o, alpha, torch.bmm(weights, values, out=torch.empty_like(o)))
 
     if t.sink is not None:
         sink = t.sink.to(dtype).view(kv_heads, group, 1).expand(-1, -1, count).reshape(kv_heads, group * count, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..errors import UnsupportedAttention
 from ..expressions import Graph, Tracing, same_device
 from ..mask_base import Pair, intersection
 from ..masks import And, Mask, conjuncts
-from ..score_mod import program_text
+from ..score_mod import check_reads, program_text
 from . import checks, ops
 from .checks import CacheSizes
 
@@ -119,7 +120,7 @@ def attention_with_kvcache(
         found = repeats.again_over_a_cache(tensors, *rules, window_size, check_values, return_aux)
     if found is None:
         found = _looked_up(tensors, rules, mask, window_size, check_values, return_aux)
-    return (found[0], Aux(lse=found[1] if "lse" in return_aux else None)) if return_aux not in ((), None) else found[0]
+    return (found[0], Aux(lse=found[1])) if return_aux else found[0]
 
 
 def _looked_up(
@@ -230,18 +231,23 @@ def cast_new(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Ten
     return cast[0], None if k is None else cast[1], None if v is None else cast[2]
 
 
-def _lengths(cache_seqlens: Tensor | int | None, sizes: CacheSizes, k: Tensor | None) -> Tensor | None:
+def _lengths(cache_seqlens: Any, sizes: CacheSizes, k: Tensor | None) -> Tensor | None:
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("k was given without cache_seqlens; say how many keys each item has before the append, 0 for an empty cache")
         return None
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+    if not isinstance(cache_seqlens, bool) and isinstance(cache_seqlens, numbers.Integral):
+        cache_seqlens = int(cache_seqlens)
         if not 0 <= cache_seqlens <= sizes.capacity - sizes.appended:
             raise ValueError(
                 f"cache_seqlens is {cache_seqlens}; with {sizes.appended} new keys and room for {sizes.capacity} it must be between 0 and "
                 f"{sizes.capacity - sizes.appended}"
             )
         return torch.full((sizes.batch,), cache_seqlens, dtype=torch.int32, device=sizes.device)
+    if not isinstance(cache_seqlens, Tensor):
+        raise TypeError(
+            f"cache_seqlens is of type {type(cache_seqlens).__name__}; it must be an int32 tensor (B,), or one int for all items"
+        )
     return checks.vector("cache_seqlens", cache_seqlens, sizes, "the keys of each item before the append")
 
 
@@ -291,4 +297,6 @@ def lower_rule(mask: Any, sizes: CacheSizes) -> tuple[tuple[int, int], str, list
     with Tracing():
         b, h, p, kv_idx = [graph.var(name) for name in ("b", "h", "p", "kv_idx")]
         visible = graph.lift(rule.predicate(Pair(b, h, p, kv_idx, p, sizes.capacity, sizes.capacity)))
-    return window, *program_text(visible)
+    text, captured = program_text(visible)
+    check_reads(text, captured, sizes.batch, sizes.heads)
+    return window, text, captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .. import plan
@@ -104,6 +105,12 @@ def check_tensors(
                 f"k was given for a cache of {k_cache.dtype}; float8 caches are read, not written: quantise new keys yourself and pass no k"
             )
         appended = k.shape[1]
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if 0 not in x.shape and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} is expanded (strides {x.stride()}), so that what is written for one place lies in "
+                    "others too; append to a cache that has memory of its own, or let items share keys by a page_table"
+                )
         _check_new("k", k, (batch, appended, kv_heads, head_dim), q.dtype)
         if v is not None:
             _check_new("v", v, (batch, appended, kv_heads, head_dim_v), q.dtype)
@@ -180,7 +187,20 @@ def descale(name: str, x: Tensor | None, k_cache: Tensor, sizes: CacheSizes) -> 
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """A cache call has no derivative: an input that wants one would get silence."""
+    """A cache call has no derivative and writes where it is told: an input that wants one, or is mapped, would get silence."""
+    mapped = torch._C._are_functorch_transforms_active()
+    if (mapped or forward_ad._current_level >= 0) and not torch.compiler.is_compiling():
+        for name, x in tensors.items():
+            if not isinstance(x, Tensor):
+                continue
+            if mapped and torch._C._functorch.is_batchedtensor(x):
+                raise UnsupportedAttention(
+                    f"{name} is mapped by torch.vmap, and attention_with_kvcache cannot be: give what is mapped as batch items, or loop"
+                )
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+                raise UnsupportedAttention(
+                    f"{name} carries a tangent, and attention_with_kvcache is for inference: detach {name}, or use tilewise.attention"
+                )
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():

@@ -93,7 +93,7 @@ def _attention_cached(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None, cache_seqlens: Tensor | None, page_table: Tensor | None,
     cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None,
     mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
-    captured: list[Tensor], softmax_scale: float, softcap: float, window_left: int, window_right: int, appended: int,
+    captured: list[Tensor] | None, softmax_scale: float, softcap: float, window_left: int, window_right: int, appended: int,
     rotary_interleaved: bool, num_splits: int, batch_invariant: bool, mask_mod: str, out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out, lse = _allocate(q, v_cache, cu_seqlens_q, out_dtype)
@@ -103,7 +103,7 @@ def _attention_cached(
         alibi_slopes = alibi_slopes[None]
     t = CacheOperands(
         q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, mask,
-        alibi_slopes, sink, k_descale, v_descale, tuple(captured),
+        alibi_slopes, sink, k_descale, v_descale, tuple(captured or ()),  # packages of AOTInductor make None of an empty list
     )  # fmt: skip
     r = CacheRules(
         softmax_scale, softcap, window_left, window_right, appended, rotary_interleaved, num_splits,

@@ -116,7 +116,7 @@ def attention_over_pages(
         mask_mod=mask_mod,
         out_dtype=out_dtype,
     )
-    return (out[0], Aux(lse=lse if "lse" in names else None)) if return_aux not in ((), None) else out[0]
+    return (out[0], Aux(lse=lse)) if names else out[0]
 
 
 def check_offsets(name: str, x: Tensor, q: Tensor) -> int:
