@@ -208,6 +208,16 @@ def pass_turn(number: gl.constexpr, threads: gl.constexpr, anchor):
 
 
 @jit
+def end_warps(anchor):
+    """End the calling warps, which have nothing more to do: barriers of all threads do not count those that have ended.
+
+    Triton's worker warps otherwise return to a loop in which they wait for further work, and their consumers' loops are loops inside that
+    one, entered by a branch that differs from warp to warp. ptxas then gives up uniform registers in most of them.
+    """
+    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
 def draw_tile(counter_ptr, anchor):
     """Take the next number of a global counter; every lane of the (single) calling warp gets it."""
     return gl.inline_asm_elementwise(

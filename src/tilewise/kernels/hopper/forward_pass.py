@@ -24,6 +24,7 @@ from .barriers import (
     arrive_if,
     clear_rows,
     collect,
+    end_warps,
     left_number,
     pass_turn,
     phase_of,
@@ -328,6 +329,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
             s = warpgroup_mma_wait(0, deps=[query_key(C, mem, next_q_slot, k_stage)])
             arrive_if(base + 8 * (C.k_empty + k_stage), thread, more.to(gl.int32))
     tma_store_wait(0)
+    if WARPGROUP > 0:  # the first one is not a worker: it releases the others
+        end_warps(p.seqlen_q)
 
 
 # ------------------------------------------------------------------------------------------------------------------ kernel

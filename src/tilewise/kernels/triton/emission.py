@@ -121,7 +121,7 @@ def _written(
         if op == "var":
             op = value
         elif op == "const":
-            words = [repr(torch.tensor(value, dtype=torch.float32).item()) if kind == "float" else int(value)]
+            words = [repr(torch.tensor(value, dtype=torch.float32, device="cpu").item()) if kind == "float" else int(value)]
         elif op == "load":
             known = all(tight[a][0] >= 0 and tight[a][1] < size for a, size in zip(args, tensors[value].shape, strict=True))
             words = [value, _flags(inside=known, narrow=tensors[value].narrow, adjacent=tensors[value].adjacent), *args]
@@ -163,7 +163,7 @@ def _folded(instructions: Sequence[Instruction]) -> list[Instruction]:
         parts = [known[a] for a in instruction.args]
         if parts and instruction.op != "load" and all(part.op == "const" for part in parts):
             program = Program("", (*parts, instruction._replace(args=tuple(range(len(parts))))))
-            value = program.evaluate({"q_idx": torch.zeros(())}, ()).item()
+            value = program.evaluate({"q_idx": torch.zeros((), device="cpu")}, ()).item()
             instruction = Instruction("const", (), value, instruction.kind)
         known.append(instruction)
     return known
