@@ -36,6 +36,8 @@ if [[ -e $PEERS_DIR/parts/fa4.parts && ! -e $PEERS_DIR/fa4.done ]]; then
   fi
 fi
 [[ -e $PEERS_DIR/fa4.done ]] && export FA4_DIR="$PEERS_DIR/fa4"
+# What FlashAttention-4 compiles is kept for the next run.
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="$PEERS_DIR/fa4-compiled"
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}:$PEERS_DIR/site" PYTHONUNBUFFERED=1
 
 "$PYTHON" - <<'PY' || exit 1

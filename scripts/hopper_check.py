@@ -79,7 +79,7 @@ def expand(*cases: Case, **changes: tuple) -> list[Case]:
 
 def groups() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
-    dims = {"64": (64, 64), "64 long": (64, 64), "64 long sequential": (64, 64), "128": (128, 128), "192": (192, 128), "256": (256, 256)}
+    dims = {"64": (64, 64), "64 long": (64, 64), "64 long causal": (64, 64), "128": (128, 128), "192": (192, 128), "256": (256, 256)}
     for name, (dim, dim_v) in dims.items():
         base = Case(dim=dim, dim_v=dim_v, tile=name)
         found[f"tile {name}"] = (

@@ -1,12 +1,14 @@
 """The benchmark's own promises: what it checks, what it refuses to report, and that it ends in time."""
 
 import doctest
+import itertools
 import json
 import math
 import subprocess
 import sys
 import time
 import types
+from collections import Counter
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -316,13 +318,21 @@ def test_no_speed_for_a_wrong_result_and_out_of_memory_is_a_value():
     assert "wrong" in report.closing_tables(rows)
 
 
-def test_providers_take_turns_and_no_round_starts_with_the_same_one():
+def test_providers_take_turns_in_balanced_orders():
     order: list[str] = []
     made = benchmark(replace(TINY, passes=("fwd",)), [counting(name, order) for name in "abc"])
     made.run()
     turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert turns[:3] == ["a", "b", "c"]  # the checks
-    assert "".join(turns[3:]) == "abcbcacab"
+    assert "".join(turns[3:]) == "abcbacbca"
+
+
+@pytest.mark.parametrize("size", range(8))
+def test_everyone_stands_behind_everyone_equally_often(size):
+    orders = run.balanced_orders(size)
+    pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert len(pairs) == size * (size - 1) and len({*pairs.values()}) <= 1
 
 
 def test_a_spent_budget_keeps_what_was_measured(tmp_path, monkeypatch):

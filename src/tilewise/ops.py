@@ -226,7 +226,9 @@ def cotangents(args: dict[str, Any], prefix: str = "d") -> Cotangents:
 
 
 def saved(args: dict[str, Any]) -> Saved:
-    return Saved(heads_first(args["out"], args["layout"]), args["lse"], args["entropy"] if args["entropy"].numel() else None)
+    """What the forward pass kept. Kernels read the LSE row after row; under vmap the samples may share it, by a stride of 0."""
+    entropy = args["entropy"]
+    return Saved(heads_first(args["out"], args["layout"]), args["lse"].contiguous(), entropy.contiguous() if entropy.numel() else None)
 
 
 def backward_request(args: dict[str, Any]) -> Request:

@@ -209,12 +209,15 @@ def pass_turn(number: gl.constexpr, threads: gl.constexpr, anchor):
 
 @jit
 def end_warps(anchor):
-    """End the calling warps, which have nothing more to do: barriers of all threads do not count those that have ended.
+    """End the calling warp group, which has nothing more to do: barriers of all threads do not count warps that have ended.
 
     Triton's worker warps otherwise return to a loop in which they wait for further work, and their consumers' loops are loops inside that
     one, entered by a branch that differs from warp to warp. ptxas then gives up uniform registers in most of them.
+
+    Registers go back to the CTA first: those of ended warps do not, and the others, which ask for more at the kernel's end, would wait.
     """
-    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = "setmaxnreg.dec.sync.aligned.u32 24; exit; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(text, "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -20,8 +20,6 @@ class Tile:
     block_n: int
     stages: int
     warpgroups: int
-    ping_pong: bool  # consumers take turns at issuing their matrix products
-    overlap: bool  # the PV product of a block runs under the softmax of the next one
     cross_tile: bool  # the last PV of a tile and its epilogue run under the first QK of the next; needs two Q buffers and one for O
     consumer_registers: int  # a thread; the first consumer gets what the others leave of launch_registers
     producer_registers: int
@@ -226,14 +224,14 @@ _TWO: dict[str, Any] = {"warpgroups": 2, "consumer_registers": 232, "producer_re
 _THREE: dict[str, Any] = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, "launch_registers": 128}
 
 TILES = {
-    "64": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
-    "64 bias": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
-    "64 long": Tile(block_n=128, stages=4, ping_pong=True, overlap=True, cross_tile=True, **_THREE),
-    "64 long sequential": Tile(block_n=128, stages=2, ping_pong=False, overlap=False, cross_tile=False, **_THREE),
-    "128": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=True, split=True, **_TWO),
-    "192": Tile(block_n=128, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
-    "128 matrix": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=True, matrix_stages=2, **_TWO),
-    "256": Tile(block_n=64, stages=2, ping_pong=True, overlap=True, cross_tile=False, **_TWO),
+    "64": Tile(block_n=128, stages=4, cross_tile=True, matrix_stages=2, **_TWO),
+    "64 bias": Tile(block_n=128, stages=2, cross_tile=True, matrix_stages=2, **_TWO),
+    "64 long": Tile(block_n=128, stages=4, cross_tile=True, split=True, **_THREE),
+    "64 long causal": Tile(block_n=128, stages=4, cross_tile=True, **_THREE),
+    "128": Tile(block_n=128, stages=2, cross_tile=True, split=True, **_TWO),
+    "192": Tile(block_n=128, stages=2, cross_tile=False, **_TWO),
+    "128 matrix": Tile(block_n=64, stages=2, cross_tile=True, matrix_stages=2, **_TWO),
+    "256": Tile(block_n=64, stages=2, cross_tile=False, **_TWO),
 }
 
 
@@ -268,10 +266,8 @@ def tile_name(
     if widest <= 64:
         if bias == "tma":
             return "64 bias"
-        if plain and seqlen_q >= 3072 and not causal:
-            return "64 long"
-        if plain and seqlen_q >= 8192:
-            return "64 long sequential"
+        if plain and seqlen_q >= (3072 if causal else 1536):
+            return "64 long causal" if causal else "64 long"
         return "64"
     if widest <= 128:
         return "128 matrix" if bias or mask else "128"

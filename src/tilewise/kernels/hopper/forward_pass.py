@@ -153,23 +153,12 @@ def attend_block(
     BLOCK_N: gl.constexpr = C.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     bias, mask = matrices(C, p, mem, base, tile, block, row, count + 1, layout, WARPGROUP)
-    if C.tile.ping_pong:
-        take_turn(8 + WARPGROUP, 256, count)
-    if C.tile.overlap:
-        s_future = query_key(C, mem, q_slot, k_stage)
-        acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
-    else:
-        acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
-        s_future = query_key(C, mem, q_slot, k_stage)
-    if C.tile.ping_pong:
-        pass_turn(8 + next_group, 256, count)
-    if C.tile.overlap:
-        s = warpgroup_mma_wait(1, deps=[s_future])
-        arrive(base + 8 * (C.k_empty + k_stage), thread)
-    else:
-        s, acc, prob = warpgroup_mma_wait(0, deps=[s_future, acc_future, prob])
-        arrive(base + 8 * (C.k_empty + k_stage), thread)
-        arrive(base + 8 * (C.v_empty + v_stage), thread)
+    take_turn(8 + WARPGROUP, 256, count)
+    s_future = query_key(C, mem, q_slot, k_stage)
+    acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
+    pass_turn(8 + next_group, 256, count)
+    s = warpgroup_mma_wait(1, deps=[s_future])
+    arrive(base + 8 * (C.k_empty + k_stage), thread)
     s = score(C, p, tile, block, row, slope, bias, mask, s)
     release_matrices(C, base, count + 1)
     if C.positional:  # noqa: SIM102 (a constant branch around one on the device)
@@ -197,9 +186,8 @@ def attend_block(
         if C.dropout:
             next_prob = kept(next_prob, bits, 4)
         wait_behind(v_full, phase, l_i)
-        if C.tile.overlap:
-            acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
-            arrive(base + 8 * (C.v_empty + v_stage), thread)
+        acc, prob, next_prob = warpgroup_mma_wait(0, deps=[acc_future, prob, next_prob])
+        arrive(base + 8 * (C.v_empty + v_stage), thread)
         next_prob = next_prob.to(mem.v.dtype)
     return acc, gl.convert_layout(next_prob, prob.type.layout), m_i, l_i, alpha
 
@@ -220,7 +208,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     count = 0  # key blocks done
     done = 0  # tiles done
     number = gl.program_id(0)
-    if C.tile.ping_pong and C.warpgroups - 1 == WARPGROUP:
+    if C.warpgroups - 1 == WARPGROUP:
         pass_turn(8, 256, p.seqlen_q)
     if C.packed:
         if number < p.tiles:  # there may be fewer tiles than CTAs
@@ -299,15 +287,13 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
             # The last PV of this tile, then the first QK of the next one; the epilogue runs under it. Without a next tile the product is
             # of stale shared memory and nobody reads it: a branch around an asynchronous wgmma would serialise it.
             arrive(base + 8 * (C.q_empty + q_slot), thread)
-            if C.tile.ping_pong:
-                take_turn(8 + WARPGROUP, 256, count)
+            take_turn(8 + WARPGROUP, 256, count)
             acc_future = probability_value(C, mem, prob, v_stage, rescale(acc, alpha))
             if more:
                 wait(base + 8 * (C.q_full + next_q_slot), phase_of(done, C.q_stages))
                 wait(base + 8 * (C.k_full + k_stage), phase_of(count, C.stages))
             s_future = query_key(C, mem, next_q_slot, k_stage)
-            if C.tile.ping_pong:
-                pass_turn(8 + next_group, 256, count)
+            pass_turn(8 + next_group, 256, count)
             l_row = gl.convert_layout(gl.sum(l_i, 1), row_layout)
             acc, prob = warpgroup_mma_wait(C.chunks, deps=[acc_future, prob])
             arrive(base + 8 * (C.v_empty + v_stage), thread)
