@@ -31,7 +31,7 @@ class Operands:
     v: Tensor  # (B, Hk, Sk, Dv)
     bias: Tensor | None = None  # rank 4, each size 1 or that of (B, Hq, Sq, Sk)
     mask: Tensor | None = None  # bool, rank 4, sizes as bias; True = visible
-    alibi_slopes: Tensor | None = None  # (B or 1, Hq)
+    alibi_slopes: Tensor | None = None  # (B or 1, Hq), contiguous, as the next three
     sink: Tensor | None = None  # (Hq,)
     seqused_q: Tensor | None = None  # int32 (B,)
     seqused_k: Tensor | None = None  # int32 (B,)
@@ -75,7 +75,7 @@ class Saved:
     """What the forward pass leaves for the backward pass: O(N) memory."""
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor  # contiguous, as entropy
     entropy: Tensor | None = None
 
 

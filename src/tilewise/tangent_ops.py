@@ -32,6 +32,7 @@ from .ops import (
     has_no_sequence,
     heads_first,
     library,
+    on_device,
     operands,
     rank2,
     rank4,
@@ -94,7 +95,9 @@ def _jvp(*flat: Any) -> tuple[Tensor, ...]:
                 x.zero_()
     else:
         request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out"].dtype, tangent=True)
-        plan.select(t, r, args["backend"], request=request).tangent_kernels().jvp(t, r, u, saved(args), tangents)
+        chosen = plan.select(t, r, args["backend"], request=request)
+        with on_device(t.q):
+            chosen.tangent_kernels().jvp(t, r, u, saved(args), tangents)
     return as_tensors(results)
 
 
@@ -112,7 +115,8 @@ def _backward_jvp(*flat: Any) -> list[Tensor]:
     else:
         request = replace(backward_request(args), tangent=True)
         kernels = plan.select(t, r, args["backend"], request=request).tangent_kernels()
-        kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
+        with on_device(t.q):
+            kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
     return buffers.finished()
 
 
