@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import attention, derivatives, ops
+from tilewise import attention, derivatives, ops, plan, tangent_ops
 from tilewise.kernels import tangents, tiled
 
 from . import cases
@@ -379,6 +379,23 @@ def test_kernels_get_vectors_without_gaps(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(mapped[0], attention(x["q"][:1], x["k"][:1], x["v"][:1], **one, backend="tiled"))
     assert len(seen) > 12
     assert all(v.is_contiguous() for t in seen for v in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
+
+
+def test_keys_beyond_the_reach_of_offsets_are_not_for_kernels() -> None:
+    """Along the keys of a bias or mask their offsets have 32 bits: a transposed matrix of so many elements is left to plain torch."""
+    pytest.importorskip("triton")
+    target, rules = plan.Target("cuda", (9, 0), "NVIDIA H200", shared_memory=232448), plan.Rules(0.125)
+    matrix = torch.empty(50_000, 50_000, dtype=torch.bool, device="meta")
+    for mask, served in ((matrix, True), (matrix.mT, False), (matrix.mT[:, :40_000], True), (matrix[:, :1].mT, False)):
+        q, k = (torch.empty(1, 2, size, 64, dtype=torch.bfloat16, device="meta") for size in mask.shape)
+        for name in ("bias", "mask"):
+            t = plan.Operands(q, k, k, **{name: mask[None, None]})
+            reason = plan.why_not("triton", t, rules, plan.Request(), target)
+            assert reason is None if served else "32-bit" in str(reason)
+            assert (plan.select(t, rules, target=target, warn=False).backend == "tiled") is not served
+    direction = dict.fromkeys(tangent_ops.TANGENTS) | {"tcaptured": None, "layout": "bshd", "tbias": matrix.mT}
+    tbias = tangent_ops._direction(direction).tbias
+    assert tbias is not None and tbias.is_contiguous()
 
 
 def test_kernels_run_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
