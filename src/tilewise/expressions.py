@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,6 +115,17 @@ class Graph:
         if isinstance(value, numbers.Real):
             return self.const(float(value))
         raise UnsupportedAttention(f"a value of type {type(value).__name__} cannot take part in a function of scores or masks")
+
+
+def compact(graph: Graph, outputs: Sequence[int]) -> tuple[tuple[Instruction, ...], list[int]]:
+    """The instructions that the outputs need, in order, and the outputs' positions among them."""
+    needed = set(outputs)
+    for position in range(max(outputs, default=-1), -1, -1):
+        if position in needed:
+            needed.update(graph.instructions[position].args)
+    place = {position: rank for rank, position in enumerate(sorted(needed))}
+    kept = tuple(graph.instructions[p]._replace(args=tuple(place[a] for a in graph.instructions[p].args)) for p in sorted(needed))
+    return kept, [place[output] for output in outputs]
 
 
 class Expr:
