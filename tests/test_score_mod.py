@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
 from tilewise import UnsupportedAttention, evaluation
-from tilewise.expressions import SUPPORTED
+from tilewise.operations import SUPPORTED
 from tilewise.score_mod import Program, trace_mask_mod, trace_score_mod
 
 B, H, SQ, SK = 2, 4, 6, 8

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .expressions import FUNCTIONS, Expr, Graph, Instruction, compact, where
+from .expressions import Expr, Graph, Instruction, compact
+from .operations import FUNCTIONS, where
 
 
 class Read(NamedTuple):

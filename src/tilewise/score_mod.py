@@ -25,7 +25,8 @@ from torch import Tensor
 
 from .errors import UnsupportedAttention
 from .evaluation import Memory, execute, scatter
-from .expressions import FUNCTIONS, VARIABLES, Expr, Graph, Instruction, Tracing, compact, convert
+from .expressions import VARIABLES, Expr, Graph, Instruction, Tracing, compact
+from .operations import FUNCTIONS, convert
 from .score_adjoints import Derivative, derive
 
 _INFIX = {
