@@ -14,8 +14,8 @@ from torch import Tensor
 from . import tile_cache
 from .errors import UnsupportedAttention
 from .expressions import same_device
-from .mask_base import Mask, indices
-from .masks import Blocks, Custom, Dense, Lowered, conjuncts, lower
+from .mask_base import Mask, conjuncts, indices
+from .masks import Blocks, Custom, Dense, Lowered, lower
 from .tile_lists import TileLists, lists_of_rule, lists_of_status
 from .tile_status import EMPTY, FULL, PARTIAL, Grid
 
