@@ -583,6 +583,21 @@ def test_tensors_whose_sign_is_still_to_be_turned():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("transform", sliced([torch.func.jacrev, torch.func.jacfwd]), ids=lambda f: f.__name__)
+def test_jacobians(transform):
+    """Every row of a Jacobian is a sample of its own, and all share one forward pass: its results come with a stride of 0 over the samples."""
+    x = [torch.randn(1, size, heads, 4) for size, heads in ((2, 2), (3, 1), (3, 1))]
+
+    def call(backend: str, *x: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux = tilewise.attention(*x, causal=True, backend=backend, return_aux="lse")
+        return out, aux.lse
+
+    got = transform(partial(call, "triton"), argnums=(0, 1, 2))(*x)
+    exact = transform(partial(call, "reference"), argnums=(0, 1, 2))(*(t.double() for t in x))
+    for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(exact), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6)
+
+
 FEW_PROGRAMS = [name for name, build in public_faults.CASES.items() if build().arguments["q"].shape[0::2].numel() <= 2]
 
 

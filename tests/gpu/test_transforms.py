@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,9 +100,20 @@ def serving(size: int) -> list[Tensor]:
     return [random(2, size, 4, 64), random(2, size, 2, 64), random(2, size, 2, 64), *random(2, 2, 64, 2, 64).unbind()]
 
 
+PLAIN_PACKAGE = """
+import sys, torch
+program = torch.export.export(torch.nn.ReLU(), (torch.ones(4, device="cuda"),))
+torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1]))
+"""
+
+
 @pytest.mark.parametrize("packaged", [False, True], ids=["exported", "AOTInductor"])
 def test_programs_that_leave_the_process(packaged: bool, tmp_path) -> None:
     """Saved, loaded and run at another length; a package writes into the caches that it is given."""
+    if packaged:
+        plain = subprocess.run([sys.executable, "-c", PLAIN_PACKAGE, str(tmp_path / "plain.pt2")], capture_output=True, text=True)
+        if plain.returncode < 0:
+            pytest.skip(f"torch {torch.__version__} ends the process (signal {-plain.returncode}) when it loads a package of torch.nn.ReLU")
     module, used = Serve(), torch.tensor([3, 40], dtype=torch.int32, device=DEVICE)
     size = torch.export.Dim("size", min=2, max=4096)
     with torch.no_grad():
