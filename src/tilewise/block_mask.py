@@ -40,8 +40,8 @@ class BlockMask:
         device: where the lists live; by default with the rule's tensors, else torch's default device.
 
     Raises:
-        ValueError: the rule does not fit these sizes, or needs `batch` or `heads`. UnsupportedAttention: the rule's function uses an
-        operation that cannot be traced.
+        ValueError: the rule does not fit these sizes, or needs `batch` or `heads`.
+        UnsupportedAttention: the rule's function uses an operation that cannot be traced.
 
     A mask is built for one length and for what its rule's tensors hold. A call of another length, or after a write to those tensors, or
     with `seqused_q` or `seqused_k` where the rule depends on the query's position, raises and says what to do. Equal masks are built once
