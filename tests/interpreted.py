@@ -585,7 +585,7 @@ def test_tensors_whose_sign_is_still_to_be_turned():
 
 @pytest.mark.parametrize("transform", sliced([torch.func.jacrev, torch.func.jacfwd]), ids=lambda f: f.__name__)
 def test_jacobians(transform):
-    """Every row of a Jacobian is a sample of its own, and all share one forward pass: its results come with a stride of 0 over the samples."""
+    """Every row of a Jacobian is a sample of its own; all share one forward pass, whose results have a stride of 0 over the samples."""
     x = [torch.randn(1, size, heads, 4) for size, heads in ((2, 2), (3, 1), (3, 1))]
 
     def call(backend: str, *x: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ def stale(folder: Path) -> list[str]:
             )
         elif rows:
             device, date = rows[-1]["device"], rows[-1].get("date") or ""
-            newest[device] = max(newest.get(device, ("", path, rows)), (date, path, rows), key=lambda one: one[0])
+            newest[device] = max(newest.get(device, ("", path, rows)), (date, path, rows), key=lambda one: (one[0], one[1].name))
     for _, path, rows in newest.values():
         found += _stale(path, rows, kernel_source_hash(), "`make gpu` on that device")
     demo = folder / "demo.json"

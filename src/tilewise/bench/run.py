@@ -22,7 +22,8 @@ from ..cost import extra_bytes, output_bytes, unfused_bytes
 from . import child
 from .cases import Case, select
 from .check import Oracle
-from .peers import Inputs, Prepared, Provider, Unsupported, find
+from .peers import find
+from .provider import Inputs, Prepared, Provider, Unsupported
 from .report import Reporter, closing_tables
 from .source_hash import kernel_source_hash
 from .timing import CudaClock, HostClock, Samples, Sensors, WallClock, ceilings

@@ -14,9 +14,10 @@ from ..api import Aux, autocast
 from ..checks import broadcasts, check_finite, check_return_aux, check_window, typed
 from ..errors import UnsupportedAttention
 from ..expressions import Graph, Tracing, same_device
-from ..mask_base import Pair, intersection
-from ..masks import And, Mask, conjuncts
+from ..mask_base import And, Pair, conjuncts
+from ..masks import Mask
 from ..score_mod import check_reads, program_text
+from ..windows import intersection
 from . import checks, ops
 from .checks import CacheSizes
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..api import Aux
 from ..checks import check_finite, check_return_aux, check_window, typed
 from ..errors import UnsupportedAttention
-from ..mask_base import intersection, traced
+from ..mask_base import traced
 from ..masks import Mask
+from ..windows import intersection
 from . import checks, ops
 from .api import cast_new, lower_rule, per_head
 
