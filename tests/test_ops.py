@@ -381,8 +381,8 @@ def test_kernels_get_vectors_without_gaps(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(v.is_contiguous() for t in seen for v in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
 
 
-def test_keys_beyond_the_reach_of_offsets_are_not_for_kernels() -> None:
-    """Along the keys of a bias or mask their offsets have 32 bits: a transposed matrix of so many elements is left to plain torch."""
+def test_what_lies_beyond_the_reach_of_offsets_is_not_for_kernels() -> None:
+    """Along a row their offsets have 32 bits: a transposed bias or mask of so many elements is left to plain torch, a gradient copied."""
     pytest.importorskip("triton")
     target, rules = plan.Target("cuda", (9, 0), "NVIDIA H200", shared_memory=232448), plan.Rules(0.125)
     matrix = torch.empty(50_000, 50_000, dtype=torch.bool, device="meta")
@@ -395,7 +395,9 @@ def test_keys_beyond_the_reach_of_offsets_are_not_for_kernels() -> None:
             assert (plan.select(t, rules, target=target, warn=False).backend == "tiled") is not served
     direction = dict.fromkeys(tangent_ops.TANGENTS) | {"tcaptured": None, "layout": "bshd", "tbias": matrix.mT}
     tbias = tangent_ops._direction(direction).tbias
-    assert tbias is not None and tbias.is_contiguous()
+    dout = torch.empty(64, 1 << 26, device="meta").mT.view(1 << 14, 1 << 10, 4, 64)
+    arrived = ops.cotangents(dict.fromkeys(tangent_ops.COTANGENTS) | {"dout": dout, "layout": "bhsd"}).dout
+    assert tbias is not None and tbias.is_contiguous() and arrived is not None and arrived.is_contiguous()
 
 
 def test_kernels_run_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

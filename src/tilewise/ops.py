@@ -236,6 +236,8 @@ def rank2(x: Tensor | None) -> Tensor | None:
 def cotangents(args: dict[str, Any], prefix: str = "d") -> Cotangents:
     """The gradients of the outputs among a backward op's arguments; `prefix` "td" gives their tangents."""
     dout, *rest = (args[prefix + name] for name in ("out", "lse", "key_mass", "entropy"))
+    if dout is not None and plan.out_of_reach(dout):
+        dout = dout.contiguous()
     return Cotangents(None if dout is None else heads_first(dout, args["layout"]), *rest)
 
 

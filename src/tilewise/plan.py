@@ -202,7 +202,7 @@ def why_not(backend: str, t: Operands, r: Rules, request: Request, target: Targe
     if request.tangent and backend not in _TANGENT_MODULES:
         return "it has no forward-mode or second derivatives"
     for name, x in (("bias", t.bias), ("mask", t.mask)):
-        if x is not None and keys_far_apart(x):
+        if x is not None and out_of_reach(x):
             return (
                 f"{name} has an inner stride of {x.stride(3)}, with which its keys lie further apart than 32-bit offsets reach: it needs 1"
             )
@@ -210,8 +210,8 @@ def why_not(backend: str, t: Operands, r: Rules, request: Request, target: Targe
     return module.why_not(t, r, request, target)
 
 
-def keys_far_apart(x: Tensor) -> bool:
-    """Whether kernels cannot reach the keys of a rank-4 bias or mask: along these their offsets have 32 bits, along all else 64."""
+def out_of_reach(x: Tensor) -> bool:
+    """Whether kernels cannot reach the end of a row: along the last of four dimensions their offsets have 32 bits, along the others 64."""
     return (x.shape[3] - 1) * x.stride(3) >= 1 << 31
 
 

@@ -41,7 +41,7 @@ from .ops import (
     visible_flops,
     wanted_aux,
 )
-from .plan import Outputs, Request, Tangents, keys_far_apart
+from .plan import Outputs, Request, Tangents, out_of_reach
 
 COTANGENTS = ("dout", "dlse", "dkey_mass", "dentropy")
 TANGENTS = tuple(f"t{name}" for name in DIFFERENTIABLE)
@@ -76,7 +76,7 @@ def chosen_tf32(args: dict[str, Any]) -> bool:
 def _direction(args: dict[str, Any]) -> Tangents:
     tq, tk, tv = (None if args[name] is None else heads_first(args[name], args["layout"]) for name in ("tq", "tk", "tv"))
     tbias, tslopes = rank4(args["tbias"]), rank2(args["talibi_slopes"])
-    if tbias is not None and keys_far_apart(tbias):
+    if tbias is not None and out_of_reach(tbias):
         tbias = tbias.contiguous()
     return Tangents(tq, tk, tv, tbias, None if tslopes is None else tslopes.contiguous(), args["tsink"], tuple(args["tcaptured"] or ()))
 
