@@ -120,7 +120,8 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Makes the device of x the current one: kernels keep what they worked out for the current device, and launch there."""
-    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else _HERE
+    device = x.device
+    return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def has_no_sequence(t: Operands) -> bool:
