@@ -419,15 +419,19 @@ def test_the_hash_follows_kernel_sources_alone(tmp_path):
     kernels = tmp_path / "kernels" / "triton"
     kernels.mkdir(parents=True)
     (kernels / "a.py").write_text("x = 1\n")
-    before = source_hash.kernel_source_hash(tmp_path)
+    (tmp_path / "kernels" / "tiled.py").write_text("w = 1\n")
+    before, on_cpu = (source_hash.kernel_source_hash(device, tmp_path) for device in ("cuda", "cpu"))
     (tmp_path / "api.py").write_text("y = 1\n")
     (kernels / "table.csv").write_text("z\n")
-    assert source_hash.kernel_source_hash(tmp_path) == before
+    assert source_hash.kernel_source_hash("cuda", tmp_path) == before
     (kernels / "a.py").write_text("x = 2\n")
-    assert source_hash.kernel_source_hash(tmp_path) != before
+    assert source_hash.kernel_source_hash("cuda", tmp_path) != before
     (kernels / "a.py").rename(kernels / "b.py")
     (kernels / "b.py").write_text("x = 1\n")
-    assert source_hash.kernel_source_hash(tmp_path) != before
+    assert source_hash.kernel_source_hash("cuda", tmp_path) != before
+    assert source_hash.kernel_source_hash("cpu", tmp_path) == on_cpu
+    (tmp_path / "kernels" / "tiled.py").write_text("w = 2\n")
+    assert source_hash.kernel_source_hash("cpu", tmp_path) != on_cpu
 
 
 # ------------------------------------------------------------------------------------------------------------------------- plot

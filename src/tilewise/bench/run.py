@@ -163,7 +163,7 @@ class Benchmark:
             "triton": triton_version,
             "cudnn": torch.backends.cudnn.version() if self.device == "cuda" else None,
             "threads": torch.get_num_threads() if self.device == "cpu" else None,
-            "source_hash": kernel_source_hash(),
+            "source_hash": kernel_source_hash(self.device),
             "ceiling_tflops": round(product / 1e12, 4),
             "ceiling_tbps": round(copy / 1e12, 4),
         }
