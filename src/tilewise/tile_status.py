@@ -256,7 +256,7 @@ def _evaluate(text: str, captured: list[Tensor], status: Tensor, *numbers: int) 
         from .kernels.triton.tile_status import evaluate
 
         with torch.cuda.device(status.device):
-            return evaluate(text, captured, status, grid)
+            return evaluate(text, captured, status.contiguous(), grid)
     return _evaluate_rows(text, captured, status, grid)
 
 
