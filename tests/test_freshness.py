@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -107,4 +109,37 @@ def test_cache_page_shows_the_committed_measurements() -> None:
         cudnn, fa3 = (ms["decode", label, peer] / ours for peer in ("sdpa_cudnn", "fa3"))
         paged = 100 * (ms["paged", label, "tilewise"] / ours - 1)
         line = f"| {label.replace('x', ' × ')} | {speed:.2f} | {cudnn:.2f} | {fa3:.2f} | {paged:.1f} % slower |"
+        assert line in page, line
+
+
+def test_hopper_page_shows_the_committed_measurements() -> None:
+    """docs/hopper-forward.md: both runs of the 18 cells, TFLOP/s of all and the medians of the rounds' ratios, from their results file."""
+    page = (RESULTS.parent.parent / "docs" / "hopper-forward.md").read_text()
+    found: dict[str, dict[str, list[dict]]] = {}
+    for line in (RESULTS / "nvidia-h200-2026-11-30T11.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["case"] == "paper":
+            found.setdefault(row["label"], {}).setdefault(row["provider"], []).append(row)
+    assert len(found) == 18
+
+    def both(values: Iterable[float], form: str) -> str:
+        return ", ".join(format(value, form) for value in values)
+
+    for label, cell in found.items():
+        dim, mask, length = label.split("-")
+        ours, cudnn = cell["tilewise"], cell["sdpa_cudnn"]
+        peers = [rows for provider, rows in cell.items() if provider != "tilewise"]
+        best = [min((rows[run] for rows in peers), key=lambda row: row["ms"]) for run in range(2)]
+        speeds = [both((row["tflops"] for row in cell[name]), ".0f") for name in ("tilewise", "sdpa_cudnn", "fa3", "fa4")]
+        ratios = [
+            both(
+                (
+                    median(y / x for x, y in zip(mine["ms_rounds"], theirs["ms_rounds"], strict=True))
+                    for mine, theirs in zip(ours, rows, strict=True)
+                ),
+                ".2f",
+            )
+            for rows in (cudnn, best)
+        ]
+        line = f"| {dim} {mask}, {int(length) // 1024}k | {' | '.join(speeds + ratios)} |"
         assert line in page, line
