@@ -40,6 +40,7 @@ EVERYTHING = {
 }
 TENSORS = {"bias": "tma", "mask": "tma", "values_a_head": True}
 UNALIGNED = {"bias": "full", "bias_dtype": "fp32", "mask": "full", "values_a_head": True}
+PARTS = {"parts": True, "store_tma": False}
 PACKED = {"packed": True, "lengths_q": True, "lengths_k": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
@@ -51,6 +52,7 @@ SAMPLE = {
     "d128 packed causal": variant(128, right=True, **PACKED),
     "d128 lists": variant(128, listed=True),
     "d128 causal dropout": variant(128, right=True, dropout=True),
+    "d128 causal in parts": variant(128, right=True, **PARTS),
 }
 REST = {
     "d64 full": variant(64),
@@ -100,6 +102,15 @@ REST = {
     "d128 everything and dropout": variant(128, dropout=True, **EVERYTHING),
     "d192/128 causal dropout": variant(192, 128, right=True, dropout=True),
     "d256 causal dropout": variant(256, right=True, dropout=True),
+    "d64 in parts": variant(64, **PARTS),
+    "d64 window in parts": variant(64, right=True, left=True, **PARTS),
+    "d64 everything in parts": variant(64, **EVERYTHING, **PARTS),
+    "d128 in parts": variant(128, **PARTS),
+    "d128 everything in parts": variant(128, **EVERYTHING, **PARTS),
+    "d128 causal dropout in parts": variant(128, right=True, dropout=True, **PARTS),
+    "d192/128 causal in parts": variant(192, 128, right=True, **PARTS),
+    "d256 causal in parts": variant(256, right=True, **PARTS),
+    "d256 everything in parts": variant(256, **EVERYTHING, **PARTS),
 }
 # Bytes of spill stores that ptxas leaves outside the loop over key blocks; these may not grow. Where a name is missing: none.
 SPILLS = {
@@ -113,6 +124,7 @@ SPILLS = {
     "d192/128 causal dropout": 112,
     "d256 everything": 68,
     "d256 packed causal": 148,
+    "d256 everything in parts": 148,
     "d256 causal dropout": 64,
 }
 

@@ -53,6 +53,7 @@ class Variant:
     bias_dtype: str = "bf16"
     mask: str = ""
     dropout: bool = False
+    parts: bool = False  # a tile visits one part of its blocks and leaves its state to a merge; out is the workspace, in float32
     values_a_head: bool = False  # every query head has V tiles of its own, in which what it alone does not see is cleared
 
     @property
@@ -92,7 +93,7 @@ class Variant:
     @property
     def may_be_empty(self) -> bool:
         """Whether a row may see no key in a block that is visited."""
-        return self.positional or self.lengths_k or self.bias != "" or self.mask != ""
+        return self.positional or self.lengths_k or self.parts or self.bias != "" or self.mask != ""
 
     @property
     def ranked(self) -> bool:

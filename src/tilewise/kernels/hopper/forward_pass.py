@@ -354,6 +354,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_mask_m",
         "drop_below",
         "keep_scale",
+        "parts",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr",
@@ -419,6 +420,7 @@ def attention_forward(
     seed_ptr,
     drop_below,
     keep_scale,
+    parts,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -510,6 +512,7 @@ def attention_forward(
         seed_ptr,
         drop_below,
         keep_scale,
+        parts,
     )
     if C.warpgroups == 2:
         warp_specialize(

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...plan import Operands, Outputs, Rules
 from .. import replay
 from ..triton.launch import as_bytes, broadcast_strides
-from . import sizes_used, tma_refusal, values_a_head, values_are_copied
+from . import parts, sizes_used, tma_refusal, values_a_head, values_are_copied
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
@@ -157,22 +157,22 @@ def _form(shape: tuple[int, ...], stride: tuple[int, ...], element: int, aligned
     return "tma" if by_tma else "full"
 
 
-def tile_of(t: Operands, r: Rules) -> Tile:
-    """The tile that serves a call, by its shape and rules."""
+def tile_of(t: Operands, r: Rules, cut: bool = False) -> Tile:
+    """The tile that serves a call, by its shape and rules; `cut`: in parts, of which only tiles with two consumers have kernels."""
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
     lengths = t.seqused_q is not None or t.seqused_k is not None or t.cu_seqlens_q is not None
     further = t.blocks is not None or t.bias is not None or t.mask is not None
     further = further or t.sink is not None or r.dropout_p > 0
-    plain = not (r.window_left >= 0 or transforms or lengths or further) and r.window_right <= 0
+    plain = not (cut or r.window_left >= 0 or transforms or lengths or further) and r.window_right <= 0
     sizes = (t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2])
     return TILES[tile_name(*sizes, r.window_right >= 0, plain, form_of(t.bias), form_of(t.mask))]
 
 
-def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
-    """The kernel that serves a call; `why_not` has said that one does."""
+def variant_of(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Variant:
+    """The kernel that serves a call; `why_not` has said that one does. `cut`: in parts, for a merge."""
     chunk, chunks = tile_columns(t.q.shape[3])
     packed = t.cu_seqlens_q is not None
-    tile = tile_of(t, r)
+    tile = tile_of(t, r, cut)
     return Variant(
         tile=tile,
         dtype=_DTYPES[t.q.dtype],
@@ -190,7 +190,8 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
         packed=packed,
         listed=t.blocks is not None,
         log2_list=0 if t.blocks is None else (t.blocks.block_n // tile.block_n).bit_length() - 1,
-        store_tma=out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
+        parts=cut,
+        store_tma=not cut and out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else _DTYPES[t.bias.dtype],
         mask=form_of(t.mask),
@@ -202,12 +203,13 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
 _programs: dict[tuple, Program] = {}
 
 
-def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
+def program_for(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Program:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     slopes, sink = t.alibi_slopes, t.sink
-    tile = tile_of(t, r)
+    tile = tile_of(t, r, cut)
     key = (
         tile,
+        cut,
         t.q.dtype,
         t.q.shape[3],
         t.v.shape[3],
@@ -232,10 +234,10 @@ def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
     )
     found = _programs.get(key)
     if found is None:
-        variant = variant_of(t, r, out)
+        variant = variant_of(t, r, out, cut)
         kernel, addresses = build(
             variant,
-            _DTYPES[out.out.dtype],
+            "fp32" if cut else _DTYPES[out.out.dtype],
             "fp32" if slopes is None else _DTYPES[slopes.dtype],
             "fp32" if sink is None else _DTYPES[sink.dtype],
         )
@@ -367,7 +369,8 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     heads_k, seqlen_k = k.shape[1], k.shape[2]
     device = q.device
     slopes, sink = t.alibi_slopes, t.sink
-    prepared = program_for(t, r, out)
+    count = parts.parts_of(t, r, multiprocessors(device.index))
+    prepared = program_for(t, r, out, count > 1)
     variant = prepared.variant
     if values_are_copied(t, r):
         v = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k)
@@ -382,10 +385,16 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     elif variant.listed:
         lists = Lists.of(t, r, variant.block_m)
         records = lists.records
-    tiles = row_blocks * batch * heads
+    tiles = row_blocks * batch * heads * count
     tickets = replay.asked(counter, device)
+    exp_scale = LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
-    pointer = out.lse.data_ptr()
+    pointer, out_pointer, out_strides = out.lse.data_ptr(), out.out.data_ptr(), out.out.stride()[:3]
+    work: Tensor | None = None
+    if variant.parts:
+        work = parts.workspace(t, count)
+        out_pointer = work.data_ptr()
+        pointer, out_strides = out_pointer + parts.state_offset(t, count), parts.strides(t)
     replay.start(
         prepared.kernel,
         min(multiprocessors(device.index), tiles),
@@ -394,7 +403,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         v_desc,
         o_desc,
         pointer,
-        out.out.data_ptr(),
+        out_pointer,
         tickets.data_ptr(),
         pointer if t.seqused_q is None else t.seqused_q.data_ptr(),
         pointer if t.seqused_k is None else t.seqused_k.data_ptr(),
@@ -404,7 +413,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         pointer if lists is None else lists.partial.data_ptr(),
         pointer if lists is None else lists.full.data_ptr(),
         r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale,
-        LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E,
+        exp_scale,
         r.softcap,
         seqlen_q,
         seqlen_k,
@@ -419,10 +428,13 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
         v.shape[3],
-        *out.out.stride()[:3],
+        *out_strides,
         *matrix_arguments(t.bias, variant.bias, pointer),
         *matrix_arguments(t.mask, variant.mask, pointer),
         *dropout_arguments(t, r, pointer),
+        count,
         variant,
         prepared.addresses,
     )
+    if work is not None:
+        parts.merge(work, count, exp_scale, out)

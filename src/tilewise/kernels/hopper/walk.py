@@ -50,6 +50,7 @@ class Problem:
     seed_ptr: gl.tensor  # of dropout
     drop_below: gl.tensor  # words of the generator, unsigned
     keep_scale: gl.tensor  # of what is kept
+    parts: gl.tensor  # that the blocks of a tile are cut into
 
     @constexpr_function
     def __init__(
@@ -91,6 +92,7 @@ class Problem:
         seed_ptr,
         drop_below,
         keep_scale,
+        parts,
     ):
         self.lse_ptr = lse_ptr
         self.out_ptr = out_ptr
@@ -129,6 +131,7 @@ class Problem:
         self.seed_ptr = seed_ptr
         self.drop_below = drop_below
         self.keep_scale = keep_scale
+        self.parts = parts
 
 
 @jit
@@ -177,6 +180,7 @@ def in_every_warp(C: gl.constexpr, p):
         p.seed_ptr,
         p.drop_below,
         p.keep_scale,
+        uniform(p.parts),
     )
 
 
@@ -185,6 +189,7 @@ class Tile:
     """`block_m` query rows of one head, and the key blocks they visit, from `last_block` down."""
 
     batch_head: gl.tensor
+    part: gl.tensor  # of the blocks that the rows see: which of `Problem.parts`
     row: gl.tensor  # first query row
     first_row: gl.tensor  # of the sequence
     rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
@@ -196,8 +201,9 @@ class Tile:
     blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
 
     @constexpr_function
-    def __init__(self, batch_head, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
+    def __init__(self, batch_head, part, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
         self.batch_head = batch_head
+        self.part = part
         self.row = row
         self.first_row = first_row
         self.rows_end = rows_end
@@ -278,7 +284,7 @@ def listed_tile(C: gl.constexpr, p, number):
     none = row * 0
     blocks = gl.where(entries == 0, 1, entries << C.log2_list)
     keys_end = gl.where(entries == 0, 0, p.seqlen_k)
-    return Tile(batch_head, row, none, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
+    return Tile(batch_head, none, row, none, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
 
 
 @jit
@@ -308,7 +314,12 @@ def find_tile(C: gl.constexpr, p, number):
 
 @jit
 def ranged_tile(C: gl.constexpr, p, number):
-    """A tile whose blocks are all those of a range."""
+    """A tile whose blocks are all those of a range, or a part of them."""
+    part = number * 0
+    if C.parts:
+        # Parts of a tile are neighbours: they run side by side, and long tiles still come first.
+        part = number - divide(number, p.parts) * p.parts
+        number = divide(number, p.parts)
     row_block, batch_head = place(C, p, number)
     if C.packed:
         # Rows count from the start of the tensor, so that positions are all that knows of sequences; keys count from the sequence's first.
@@ -354,8 +365,13 @@ def ranged_tile(C: gl.constexpr, p, number):
     last_block = (end - 1) >> C.log2_block_n
     blocks = last_block - first_block + 1
     keys_end = length_k
+    empty = end <= begin
+    if C.parts:
+        share = divide(gl.maximum(blocks, 0) + p.parts - 1, p.parts)
+        last_block = last_block - part * share
+        blocks = gl.minimum(blocks - part * share, share)
+        empty = empty | (blocks <= 0)
     if C.may_be_empty or C.lengths_q:
-        empty = end <= begin
         if C.lengths_q:
             empty = empty | (row >= rows_end)
         blocks = gl.where(empty, 1, blocks)
@@ -363,7 +379,7 @@ def ranged_tile(C: gl.constexpr, p, number):
         keys_end = gl.where(empty, 0, length_k)
     if C.packed:
         origin = origin + first_k
-    return Tile(batch_head, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
+    return Tile(batch_head, part, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
 
 
 @jit
