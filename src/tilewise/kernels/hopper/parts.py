@@ -105,9 +105,9 @@ def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
         assert out.out.is_contiguous()
         items, heads = batch * heads, 1
     rows = items * heads * seqlen_q
-    # Of the cache kernels' tiles of rows: one a head, which has all of its queries.
+    shape = heads, 1, seqlen_q, items * seqlen_q, items, 1, items * heads, seqlen_q, 0, ANY_ROWS  # one tile a head, which has all queries
     run(
-        merge_parts, rows, work, out.out, out.lse, None, heads, 1, seqlen_q, items * seqlen_q, items, 1, items * heads, seqlen_q, 0, ANY_ROWS,
-        parts, unit, power_of_two_at_least(unit), DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=MERGED_AT_ONCE,
-        NATURAL=False, num_warps=4, enable_fp_fusion=True,
+        merge_parts, rows, work, out.out, out.lse, None, *shape, parts, unit, power_of_two_at_least(unit),
+        DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=MERGED_AT_ONCE, NATURAL=False, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
