@@ -118,6 +118,7 @@ SPILLS = {
     "d64 float32 bias": 152,
     "d64 everything and unaligned tensors": 696,
     "d128 causal dropout": 64,
+    "d128 causal dropout in parts": 48,
     "d128 window and dropout": 64,
     "d128 everything and dropout": 64,
     "d128 packed everything": 64,

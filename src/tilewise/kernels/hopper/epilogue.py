@@ -113,11 +113,12 @@ def write_part(C: gl.constexpr, p, tile, row, acc, m, l):
     What addresses are made of is pinned: computed before the loop over key blocks they would be spilled.
     """
     DIM_V: gl.constexpr = C.dim_v
+    layout: gl.constexpr = acc.type.layout
     row, part, batch_head = pinned(row), pinned(tile.part), pinned(tile.batch_head)
     all_rows = p.batch_heads.to(gl.int64) * p.seqlen_q
     first = part * all_rows + batch_head.to(gl.int64) * p.seqlen_q + row  # of the workspace's rows
-    ours = gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
-    constant, lane = columns(acc.type.layout, DIM_V)
+    ours = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    constant, lane = columns(layout, DIM_V)
     at = p.out_ptr + first * p.dim_v + (ours * p.dim_v)[:, None] + lane + constant
     gl.store(at, acc, mask=(ours < tile.rows_stop - row)[:, None] & (constant < p.dim_v - lane))
     ours = gl.arange(0, 64, layout=m.type.layout)
