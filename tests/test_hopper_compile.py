@@ -102,6 +102,16 @@ REST = {
     "d128 everything and dropout": variant(128, dropout=True, **EVERYTHING),
     "d192/128 causal dropout": variant(192, 128, right=True, dropout=True),
     "d256 causal dropout": variant(256, right=True, dropout=True),
+    "d64 in parts, two heads in a tile": variant(64, heads=2, **PARTS),
+    "d128 causal in parts, four heads in a tile": variant(128, right=True, heads=4, **PARTS),
+    "d128 window and lengths in parts, eight heads in a tile": variant(
+        128, right=True, left=True, lengths_q=True, lengths_k=True, heads=8, **PARTS
+    ),
+    "d128 everything in parts, eight heads in a tile": variant(128, heads=8, **EVERYTHING, **PARTS),
+    "d64 everything in parts, four heads in a tile": variant(64, heads=4, **EVERYTHING, **PARTS),
+    "d128 in parts, sixteen heads in a tile": variant(128, heads=16, **PARTS),
+    "d192/128 causal in parts, eight heads in a tile": variant(192, 128, right=True, heads=8, **PARTS),
+    "d256 causal in parts, eight heads in a tile": variant(256, right=True, heads=8, **PARTS),
     "d64 in parts": variant(64, **PARTS),
     "d64 window in parts": variant(64, right=True, left=True, **PARTS),
     "d64 everything in parts": variant(64, **EVERYTHING, **PARTS),

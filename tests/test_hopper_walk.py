@@ -56,7 +56,19 @@ def _python(name):
 
 
 _FOUND: dict = {}
-_NAMES = ("split_head", "item_and_head", "place", "packed_tile", "list_record", "listed_tile", "lists_of", "listed_block", "ranged_tile")
+_NAMES = (
+    "heads_of_tiles",
+    "own_row",
+    "split_head",
+    "item_and_head",
+    "place",
+    "packed_tile",
+    "list_record",
+    "listed_tile",
+    "lists_of",
+    "listed_block",
+    "ranged_tile",
+)
 for _name in (*_NAMES, "find_tile", "key_coordinates", "plain_blocks", "needs_mask"):
     _FOUND[_name] = _python(_name)
 
@@ -73,6 +85,7 @@ def _problem(batch, heads, seqlen_q, seqlen_k, variant, left, right, lengths_q, 
         batch_heads=batch * heads,
         tiles=row_blocks * batch * heads * parts,
         parts=parts,
+        group=1,
         head_group=head_group,
         window_left=left,
         window_right=right,

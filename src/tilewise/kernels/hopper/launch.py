@@ -46,12 +46,12 @@ class Program:
 def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, str]:
     """The Triton types of `attention_forward`'s arguments; out, slopes and sink name the element types of theirs."""
 
-    def tiled(rows: int, columns: int, swizzle: int) -> str:
-        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {columns}],{shared_layout(swizzle, 4)!r}>"
+    def tiled(rows: int, columns: int, swizzle: int, heads: int = 1) -> str:
+        return f"tensordesc<{variant.dtype}[1, {heads}, {rows}, {columns}],{shared_layout(swizzle, 4)!r}>"
 
     bias, mask = (matrix_type(dtype, 64, variant.block_n) for dtype in (variant.bias_dtype, "u8"))
     special = {
-        "q_desc": tiled(64, variant.chunk, variant.q_swizzle),
+        "q_desc": tiled(variant.own_queries, variant.chunk, variant.q_swizzle, variant.own_heads),
         "k_desc": tiled(variant.block_n, variant.chunk, variant.q_swizzle),
         "v_desc": tiled(variant.block_n, variant.dim_v, variant.v_swizzle),
         "o_desc": tiled(64, variant.dim_v, variant.v_swizzle),

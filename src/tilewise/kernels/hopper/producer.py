@@ -10,7 +10,7 @@ from .walk import find_tile, in_every_warp, key_coordinates, listed_block, lists
 class Buffers:
     """Shared memory of a CTA. Every tile keeps its descriptor's rank 4; `reshape` drops the unit dimensions."""
 
-    q: memdesc_type  # [warpgroups * q_stages * chunks, 1, 1, 64, chunk]
+    q: memdesc_type  # [warpgroups * q_stages * chunks, 1, own_heads, own_queries, chunk]
     k: memdesc_type  # [stages * chunks, 1, 1, block_n, chunk]
     v: memdesc_type  # [stages, 1, 1, block_n, dim_v]
     o: memdesc_type  # [.., 1, 1, 64, dim_v]

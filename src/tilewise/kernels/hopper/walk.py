@@ -186,7 +186,7 @@ def in_every_warp(C: gl.constexpr, p):
 
 @aggregate
 class Tile:
-    """`block_m` query rows of one head, and the key blocks they visit, from `last_block` down."""
+    """`queries` query rows of one head, or of `heads` heads from `batch_head` on, and the key blocks they visit, from `last_block` down."""
 
     batch_head: gl.tensor
     part: gl.tensor  # of the blocks that the rows see: which of `Problem.parts`
@@ -238,6 +238,38 @@ def item_and_head(C: gl.constexpr, p, tile):
 
 
 @jit
+def own_row(C: gl.constexpr, tile, WARPGROUP: gl.constexpr):
+    """The query of a warp group's first row."""
+    return tile.row if C.heads > 1 else tile.row + 64 * WARPGROUP
+
+
+@jit
+def queries(C: gl.constexpr, layout: gl.constexpr):
+    """[64], how far the query of each row is from the first one's."""
+    rows = gl.arange(0, 64, layout=layout)
+    return rows & (C.own_queries - 1) if C.heads > 1 else rows
+
+
+@jit
+def own_heads(C: gl.constexpr, p, head, layout: gl.constexpr, WARPGROUP: gl.constexpr):
+    """The query head of a warp group's rows, one or [64], in a tile whose first head is `head`; rows of no head have the last one's."""
+    if C.heads > 1:
+        head = head + C.own_heads * WARPGROUP + (gl.arange(0, 64, layout=layout) >> C.log2_own_queries)
+        head = gl.minimum(head, p.heads - 1)
+    return head
+
+
+@jit
+def heads_of_tiles(C: gl.constexpr, p):
+    """How many tiles meet the same queries of all heads and batch items, and how many of them share K and V."""
+    heads, shared = p.batch_heads, p.group
+    if C.heads > 1:
+        shared = (p.group + C.heads - 1) >> C.log2_heads
+        heads = divide(p.batch_heads, p.group) * shared
+    return heads, shared
+
+
+@jit
 def packed_tile(p, slot):
     """What `kernels.triton.packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real
     rows that the sequence has of queries, and the first and the number of its real keys."""
@@ -257,7 +289,8 @@ def place(C: gl.constexpr, p, number):
         section = divide(number, section_size)
         inside = number - section * section_size
         first_head = section * p.head_group
-        section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
+        batch_heads, _ = heads_of_tiles(C, p)
+        section_heads = gl.minimum(p.head_group, batch_heads - first_head)
         step = divide(inside, section_heads)
         row_block = step if C.ranked else p.row_blocks - 1 - step
         batch_head = first_head + (inside - step * section_heads)
@@ -332,6 +365,10 @@ def ranged_tile(C: gl.constexpr, p, number):
         rows_stop = first_q + rows_q
         first_position = length_k - length_q
     else:
+        if C.heads > 1:
+            _, shared = heads_of_tiles(C, p)
+            owner = divide(batch_head, shared)
+            batch_head = owner * p.group + (batch_head - owner * shared) * C.heads
         batch, _ = split_head(p, batch_head)
         length_q = p.seqlen_q
         length_k = p.seqlen_k
@@ -339,7 +376,7 @@ def ranged_tile(C: gl.constexpr, p, number):
             length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
         if C.lengths_k:
             length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
-        row = row_block * C.block_m
+        row = row_block * C.queries
         first_row = batch * 0
         shift = length_k - length_q
         rows_end = length_q
@@ -358,7 +395,7 @@ def ranged_tile(C: gl.constexpr, p, number):
     end = length_k
     begin = origin * 0
     if C.right:
-        end = gl.minimum(end, row + C.block_m + shift + p.window_right)
+        end = gl.minimum(end, row + C.queries + shift + p.window_right)
     if C.left:
         begin = gl.maximum(begin, row + shift - p.window_left)
     first_block = begin >> C.log2_block_n
@@ -386,7 +423,9 @@ def ranged_tile(C: gl.constexpr, p, number):
 def query_coordinates(C: gl.constexpr, p, tile, warpgroup: gl.constexpr, column: gl.constexpr):
     """Where a warp group's rows start in Q and O, as (batch, head, row, column)."""
     batch, head = item_and_head(C, p, tile)
-    return batch, head, tile.row + 64 * warpgroup, column
+    if C.heads > 1:
+        head = head + C.own_heads * warpgroup
+    return batch, head, own_row(C, tile, warpgroup), column
 
 
 @jit
@@ -398,13 +437,13 @@ def key_coordinates(C: gl.constexpr, p, tile, block, column: gl.constexpr):
 
 @jit
 def plain_blocks(C: gl.constexpr, p, tile, row):
-    """[first, end) of the blocks of which every one of the 64 rows from `row` on sees every key: no mask there."""
+    """[first, end) of the blocks of which every row of a warp group, whose first query is `row`, sees every key: no mask there."""
     first = tile.keys_end * 0
     end = tile.keys_end
     if C.right:
         end = gl.minimum(end, row + tile.shift + p.window_right + 1)
     if C.left:
-        first = (row + 63 + tile.shift - p.window_left + C.block_n - 1) >> C.log2_block_n
+        first = (row + C.own_queries - 1 + tile.shift - p.window_left + C.block_n - 1) >> C.log2_block_n
     return first, end >> C.log2_block_n
 
 
@@ -428,10 +467,10 @@ def columns(layout: gl.constexpr, n: gl.constexpr):
 
 @jit
 def mask_scores(C: gl.constexpr, p, tile, block, row, s):
-    """-inf for what a row does not see. s [64, block_n] are the scores of the rows from `row` on."""
+    """-inf for what a row does not see. s [64, block_n] are the scores of a warp group whose first query is `row`."""
     layout: gl.constexpr = s.type.layout
     constant, lane = columns(layout, C.block_n)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+    rows = queries(C, gl.SliceLayout(1, layout))[:, None]
     start = block * C.block_n
     end = pinned(tile.keys_end - start)
     if C.right:
