@@ -10,6 +10,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import itertools
 import types
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.kernels.hopper import configs, epilogue, launch, parts
+from tilewise.kernels.hopper import configs, epilogue, launch, parts, walk
 from tilewise.kernels.hopper.launch import LOG2_E, Program
 from tilewise.plan import Operands, Outputs, Rules
 
@@ -39,15 +40,50 @@ def _where(condition, a, b):
     return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 
+class _Values:
+    """A pointer to a tensor."""
+
+    def __init__(self, values, at=0):
+        self.values, self.at = values, at
+
+    def __add__(self, offset):
+        return _Values(self.values, self.at + torch.as_tensor(offset))
+
+
 _GL = types.SimpleNamespace(
     where=_where,
     maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b)),
+    minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b)),
+    arange=lambda start, end, layout: torch.arange(start, end),
     exp2=torch.exp2,
-    load=lambda at: torch.tensor(at.values[at.at]),
+    load=lambda at: at.values[at.at],
     float32=torch.float32,
+    int64=torch.int64,
 )
-_stand_ins = {"gl": _GL, "exponent_line": exponent_line, "split_head": _FOUND["split_head"], "LOG2_E": LOG2_E}
-state = types.FunctionType(epilogue.state.fn.__code__, {**vars(epilogue), **_stand_ins}, "state")
+_stand_ins = {
+    "gl": _GL,
+    "exponent_line": exponent_line,
+    "LOG2_E": LOG2_E,
+    "divide": lambda a, b: a // b,
+    "split_head": _FOUND["split_head"],
+}
+
+
+def _body(module, name):
+    """A function of the kernel over tensors of PyTorch."""
+    _stand_ins[name] = types.FunctionType(getattr(module, name).fn.__code__, {**vars(module), **_stand_ins}, name)
+    return _stand_ins[name]
+
+
+queries, own_heads = _body(walk, "queries"), _body(walk, "own_heads")
+state, rows_of_part = _body(epilogue, "state"), _body(epilogue, "rows_of_part")
+LAYOUT = types.SimpleNamespace(layout=None)
+
+
+class Maxima(torch.Tensor):
+    """What a tile of scores leaves: knows its layout, as a tensor of the device does."""
+
+    type = LAYOUT
 
 
 class StandIn:
@@ -65,56 +101,67 @@ class StandIn:
         batch, heads, seqlen_q, _ = q.shape
         dim_v, count = a["dim_v"], a["parts"]
         work = self.work[-1]
-        rows_all = count * batch * heads * seqlen_q
-        accumulators = work[: rows_all * dim_v].view(count, batch, heads, seqlen_q, dim_v)
-        states = work[rows_all * dim_v :].view(2, count, batch * heads, seqlen_q)
+        rows_all = batch * heads * seqlen_q
+        accumulators = work[: count * rows_all * dim_v].view(count * rows_all, dim_v)
+        states = work[count * rows_all * dim_v :].view(2, count * rows_all)
         assert a["out_ptr"] == work.data_ptr() and a["lse_ptr"] == states.data_ptr()
-        pointers = {
-            "lengths_q_ptr": t.seqused_q,
-            "lengths_k_ptr": t.seqused_k,
-            "sink_ptr": t.sink,
-        }
-        numbers = {name: _Int(x) if type(x) is int else x for name, x in a.items()}
-        p = types.SimpleNamespace(**{**numbers, **{name: _Pointer(x.tolist()) for name, x in pointers.items() if x is not None}})
-        for number in range(a["tiles"]):
+        lists = {"lengths_q_ptr": t.seqused_q, "lengths_k_ptr": t.seqused_k}
+        pointers = {name: _Pointer(x.tolist()) for name, x in lists.items() if x is not None}
+        pointers |= {name: _Values(x.flatten()) for name, x in (("sink_ptr", t.sink), ("slopes_ptr", t.alibi_slopes)) if x is not None}
+        p = types.SimpleNamespace(**{**{name: _Int(x) if type(x) is int else x for name, x in a.items()}, **pointers})
+        for number, warpgroup in itertools.product(range(a["tiles"]), range(c.warpgroups)):
             tile = _FOUND["find_tile"](c, p, number)
-            b, head = divmod(tile.batch_head, heads)
-            rows = torch.arange(tile.row, min(tile.row + c.block_m, seqlen_q))
+            b, head, row, _ = _FOUND["query_coordinates"](c, p, tile, warpgroup, 0)
+            head, row = int(head), int(row)
+            assert row == _FOUND["own_row"](c, tile, warpgroup)
+            box = torch.zeros(c.own_heads, c.own_queries, q.shape[3])  # TMA fills with zeros what lies outside
+            inside = q[b, head : head + c.own_heads, row : row + c.own_queries]
+            box[: inside.shape[0], : inside.shape[1]] = inside
+            rows = row + queries(c, None)
             blocks = torch.arange((tile.last_block - tile.blocks + 1) * c.block_n, (tile.last_block + 1) * c.block_n)
             seen = (blocks < tile.keys_end).expand(len(rows), -1)
             if c.right:
                 seen = seen & (blocks <= rows[:, None] + tile.shift + a["window_right"])
             if c.left:
                 seen = seen & (blocks >= rows[:, None] + tile.shift - a["window_left"])
-            at = (blocks + tile.origin).clamp(max=k.shape[2] - 1)
-            s = q[b, head, rows] @ k[b, head // a["group"], at].mT
-            s = torch.where(seen, s * a["scale"] if c.scale_first else s, -INFINITY)
+            _, key_head, first_key, _ = _FOUND["key_coordinates"](c, p, tile, tile.last_block - tile.blocks + 1, 0)
+            at = (int(first_key) + torch.arange(len(blocks))).clamp(max=k.shape[2] - 1)
+            s = box.flatten(0, 1) @ k[b, key_head, at].mT
+            s = s * a["scale"] if c.scale_first else s
+            if c.alibi:
+                slope = p.slopes_ptr + own_heads(c, p, tile.batch_head % heads, None, warpgroup)
+                s = s - torch.as_tensor(_GL.load(slope)).view(-1, 1) * (rows[:, None] + tile.shift - blocks).abs()
+            s = torch.where(seen, s, -INFINITY)
             m_i = s.amax(1)
             unit, offset = exponent_line(c, p, m_i)
             probability = torch.exp2(s * unit[:, None] - offset[:, None])
             l_i = probability.sum(1)
-            acc = probability @ v[b, head // a["group"], at]
+            acc = probability @ v[b, key_head, at]
             acc = torch.where((l_i == 0)[:, None], float("nan"), acc)  # 0 * NaN, at worst
-            factor, m, l = state(c, p, tile, m_i, l_i)
+            factor, m, l = state(c, p, tile, m_i.as_subclass(Maxima), l_i, warpgroup)
             if c.lengths_q:
                 m = torch.where(rows < tile.rows_end, m, -INFINITY)
                 factor = torch.where(rows < tile.rows_end, factor, 0.0)
             if c.sink:
                 acc = torch.where((factor == 0)[:, None], 0.0, acc * factor[:, None])
-            accumulators[tile.part, b, head, rows] = acc
-            states[0, tile.part, tile.batch_head, rows] = m
-            states[1, tile.part, tile.batch_head, rows] = torch.where(m == -INFINITY, 0.0, l)
+            ours, written = rows_of_part(c, p, tile.batch_head, tile.rows_stop - row, None, warpgroup)
+            place = (int(tile.part * rows_all + tile.batch_head * seqlen_q) + row + ours)[written]
+            assert states[:, place].isnan().all(), "a row twice"
+            accumulators[place] = acc[written]
+            states[0, place] = m[written]
+            states[1, place] = torch.where(m == -INFINITY, 0.0, l)[written]
+        assert not states.isnan().any(), "a row is missing"
 
 
-def merged(monkeypatch, t: Operands, r: Rules, count: int, layout: str, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, H, Sq, Dv) and lse of a call in `count` parts."""
+def merged(monkeypatch, t: Operands, r: Rules, cut: parts.Cut, layout: str, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, H, Sq, Dv) and lse of a call."""
     batch, heads, seqlen_q, _ = t.q.shape
     shape = (batch, heads, seqlen_q, t.v.shape[3])
     out = torch.full(shape, float("nan"), dtype=out_dtype)
     if layout == "bshd":
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     outputs = Outputs(out, torch.full(shape[:3], float("nan")))
-    variant = launch.variant_of(t, r, outputs, cut=True)
+    variant = launch.variant_of(t, r, outputs, cut)
     work: list[torch.Tensor] = []
     make = parts.workspace
 
@@ -123,7 +170,7 @@ def merged(monkeypatch, t: Operands, r: Rules, count: int, layout: str, out_dtyp
         return work[-1]
 
     monkeypatch.setattr(parts, "workspace", poisoned)
-    monkeypatch.setattr(parts, "parts_of", lambda *_: count)
+    monkeypatch.setattr(parts, "cut_of", lambda *_: cut)
     monkeypatch.setattr(launch, "program_for", lambda *_: Program(variant, configs.Addresses(0, 0), StandIn(variant, work, t)))
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 4)
     monkeypatch.setattr(launch.replay, "asked", lambda make, device: torch.zeros(2, dtype=torch.int32))
@@ -139,6 +186,7 @@ RULES = {
     "causal": {"window_right": 0},
     "window": {"window_left": 100, "window_right": 40},
     "negative scale": {"softmax_scale": -0.3},
+    "alibi": {"window_right": 0},
 }
 
 
@@ -146,19 +194,25 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_parts_add_up(monkeypatch, name, with_lengths, layout):
     torch.manual_seed(len(name))
-    for count, seqlen_q, seqlen_k, sink in ((2, 4, 700, None), (18, 2, 513, torch.tensor([0.5, -INFINITY]))):
-        q = torch.randn(2, 2, seqlen_q, 16, dtype=torch.bfloat16) * 3
-        k, v = (torch.randn(2, 1, seqlen_k, 16, dtype=torch.bfloat16) for _ in range(2))
+    for cut, seqlen_q, seqlen_k, heads, sink in (
+        (parts.Cut(2), 4, 700, (2, 1), None),
+        (parts.Cut(18, 2), 2, 513, (2, 1), torch.tensor([0.5, -INFINITY])),
+        (parts.Cut(3, 4), 2, 400, (6, 2), torch.randn(6)),
+        (parts.Cut(1, 16), 9 if name == "causal" else 1, 130, (3, 1), None),
+    ):
+        q = torch.randn(2, heads[0], seqlen_q, 16, dtype=torch.bfloat16) * 3
+        k, v = (torch.randn(2, heads[1], seqlen_k, 16, dtype=torch.bfloat16) for _ in range(2))
+        slopes = torch.rand(1, heads[0]) if name == "alibi" else None
         used_q = used_k = None
         if with_lengths:
             used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in ((seqlen_q, seqlen_q // 2), (seqlen_k - 77, 0)))
         r = Rules(**{"softmax_scale": 0.25, **RULES[name]})
-        t = Operands(q, k, v, sink=sink, seqused_q=used_q, seqused_k=used_k)
-        out, lse = merged(monkeypatch, t, r, count, layout, torch.float32)
+        t = Operands(q, k, v, sink=sink, alibi_slopes=slopes, seqused_q=used_q, seqused_k=used_k)
+        out, lse = merged(monkeypatch, t, r, cut, layout, torch.float32)
         window = r.window_left, r.window_right
         exact, exact_lse = reference.attention(
             *(x.transpose(1, 2).double() for x in (q, k, v)),
-            window_size=window, softmax_scale=r.softmax_scale, learnable_sink=sink, seqused_q=used_q, seqused_k=used_k,
+            window_size=window, softmax_scale=r.softmax_scale, learnable_sink=sink, alibi_slopes=slopes, seqused_q=used_q, seqused_k=used_k,
         )  # fmt: skip
         torch.testing.assert_close(out, exact.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse, exact_lse.float(), rtol=1e-5, atol=1e-5)
@@ -166,11 +220,11 @@ def test_parts_add_up(monkeypatch, name, with_lengths, layout):
 
 def test_scores_that_no_exponent_holds(monkeypatch):
     """Maxima of parts beyond 2^27 in base 2, close to each other: only the largest score counts, whichever part has it."""
-    q = torch.full((1, 1, 130, 16), 133_120.0, dtype=torch.bfloat16)
+    q = torch.full((1, 1, 66, 16), 133_120.0, dtype=torch.bfloat16)
     k = q[:, :, :1].expand(1, 1, 500, 16).clone()
     k[0, 0, 77] *= 1.01
     v = torch.randn(1, 1, 500, 16, dtype=torch.bfloat16)
-    out, lse = merged(monkeypatch, Operands(q, k, v), Rules(0.0361), 3, "bhsd", torch.bfloat16)
+    out, lse = merged(monkeypatch, Operands(q, k, v), Rules(0.0361), parts.Cut(3), "bhsd", torch.bfloat16)
     assert torch.equal(out, v[:, :, 77:78].expand_as(out))
     exact = (q.double() @ k.double().mT).amax(3) * 0.0361
     torch.testing.assert_close(lse.double(), exact, rtol=8 * torch.finfo(torch.float32).eps, atol=0.0)

@@ -136,6 +136,7 @@ SPILLS = {
     "d256 everything": 68,
     "d256 packed causal": 148,
     "d256 everything in parts": 148,
+    "d256 causal in parts, eight heads in a tile": 36,
     "d256 causal dropout": 64,
 }
 

@@ -69,7 +69,7 @@ _NAMES = (
     "listed_block",
     "ranged_tile",
 )
-for _name in (*_NAMES, "find_tile", "key_coordinates", "plain_blocks", "needs_mask"):
+for _name in (*_NAMES, "find_tile", "query_coordinates", "key_coordinates", "plain_blocks", "needs_mask"):
     _FOUND[_name] = _python(_name)
 
 

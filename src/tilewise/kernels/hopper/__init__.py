@@ -184,13 +184,14 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
         return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
     from .configs import ROWS
     from .launch import tile_of
-    from .parts import multiprocessors_of, parts_of
+    from .parts import cut_of, multiprocessors_of
 
-    parts = parts_of(t, r, multiprocessors_of(target))
-    tile = tile_of(t, r, parts > 1)
+    chosen = cut_of(t, r, multiprocessors_of(target))
+    tile = tile_of(t, r, chosen.merged)
     shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
     copied = "; V is copied first, without what is not finite and nobody sees" if values_are_copied(t, r) else ""
-    cut = f"; the keys of each tile in {parts} parts, which are merged" if parts > 1 else ""
+    cut = f"; queries of {chosen.heads} heads in each" if chosen.heads > 1 else ""
+    cut += f"; its keys in {chosen.parts} parts, which are merged" if chosen.parts > 1 else ""
     return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages{cut}{copied}"
 
 
@@ -202,10 +203,10 @@ def workspace_bytes(t: Operands, r: Rules, request: Request, target: Target) -> 
         from .backward_launch import workspace_bytes
 
         return workspace_bytes(t, r)
-    from .parts import floats, multiprocessors_of, parts_of
+    from .parts import cut_of, floats, multiprocessors_of
 
-    parts = parts_of(t, r, multiprocessors_of(target))
-    state = 4 * floats(t, parts) if parts > 1 else 0
+    chosen = cut_of(t, r, multiprocessors_of(target))
+    state = 4 * floats(t, chosen.parts) if chosen.merged else 0
     if not values_are_copied(t, r):
         return state
     return state + t.v.numel() * t.v.element_size() * (t.q.shape[1] // t.k.shape[1] if values_a_head(t) else 1)

@@ -23,9 +23,11 @@ from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, v
 from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
+from .parts import Cut
 
 L2_BYTES = 32 * 1024 * 1024  # of the 50 MB: what K and V of concurrently running heads may take
 LOG2_E = 1.4426950408889634
+WHOLE = Cut()
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -158,7 +160,7 @@ def _form(shape: tuple[int, ...], stride: tuple[int, ...], element: int, aligned
 
 
 def tile_of(t: Operands, r: Rules, cut: bool = False) -> Tile:
-    """The tile that serves a call, by its shape and rules; `cut`: in parts, of which only tiles with two consumers have kernels."""
+    """The tile that serves a call, by its shape and rules; `cut`: for a merge, which only tiles with two consumers have kernels for."""
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
     lengths = t.seqused_q is not None or t.seqused_k is not None or t.cu_seqlens_q is not None
     further = t.blocks is not None or t.bias is not None or t.mask is not None
@@ -168,11 +170,11 @@ def tile_of(t: Operands, r: Rules, cut: bool = False) -> Tile:
     return TILES[tile_name(*sizes, r.window_right >= 0, plain, form_of(t.bias), form_of(t.mask))]
 
 
-def variant_of(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Variant:
-    """The kernel that serves a call; `why_not` has said that one does. `cut`: in parts, for a merge."""
+def variant_of(t: Operands, r: Rules, out: Outputs, cut: Cut = WHOLE) -> Variant:
+    """The kernel that serves a call; `why_not` has said that one does."""
     chunk, chunks = tile_columns(t.q.shape[3])
     packed = t.cu_seqlens_q is not None
-    tile = tile_of(t, r, cut)
+    tile = tile_of(t, r, cut.merged)
     return Variant(
         tile=tile,
         dtype=_DTYPES[t.q.dtype],
@@ -190,8 +192,9 @@ def variant_of(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Varian
         packed=packed,
         listed=t.blocks is not None,
         log2_list=0 if t.blocks is None else (t.blocks.block_n // tile.block_n).bit_length() - 1,
-        parts=cut,
-        store_tma=not cut and out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
+        parts=cut.merged,
+        heads=cut.heads,
+        store_tma=not cut.merged and out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else _DTYPES[t.bias.dtype],
         mask=form_of(t.mask),
@@ -203,13 +206,14 @@ def variant_of(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Varian
 _programs: dict[tuple, Program] = {}
 
 
-def program_for(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Program:
+def program_for(t: Operands, r: Rules, out: Outputs, cut: Cut = WHOLE) -> Program:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     slopes, sink = t.alibi_slopes, t.sink
-    tile = tile_of(t, r, cut)
+    tile = tile_of(t, r, cut.merged)
     key = (
         tile,
-        cut,
+        cut.merged,
+        cut.heads,
         t.q.dtype,
         t.q.shape[3],
         t.v.shape[3],
@@ -237,7 +241,7 @@ def program_for(t: Operands, r: Rules, out: Outputs, cut: bool = False) -> Progr
         variant = variant_of(t, r, out, cut)
         kernel, addresses = build(
             variant,
-            "fp32" if cut else _DTYPES[out.out.dtype],
+            "fp32" if cut.merged else _DTYPES[out.out.dtype],
             "fp32" if slopes is None else _DTYPES[slopes.dtype],
             "fp32" if sink is None else _DTYPES[sink.dtype],
         )
@@ -369,14 +373,16 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     heads_k, seqlen_k = k.shape[1], k.shape[2]
     device = q.device
     slopes, sink = t.alibi_slopes, t.sink
-    count = parts.parts_of(t, r, multiprocessors(device.index))
-    prepared = program_for(t, r, out, count > 1)
+    cut = parts.cut_of(t, r, multiprocessors(device.index))
+    prepared = program_for(t, r, out, cut)
     variant = prepared.variant
     if values_are_copied(t, r):
         v = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k)
     q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
     o_desc = descriptor(out.out) if variant.store_tma else v_desc
-    row_blocks = -(-seqlen_q // variant.block_m)
+    group = heads // heads_k
+    row_blocks = -(-seqlen_q // variant.queries)
+    tile_heads = -(-group // variant.heads)  # tiles that share K and V for the same queries
     records: Tensor | None = None
     lists: Lists | None = None
     if variant.packed:
@@ -385,16 +391,16 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     elif variant.listed:
         lists = Lists.of(t, r, variant.block_m)
         records = lists.records
-    tiles = row_blocks * batch * heads * count
+    tiles = row_blocks * batch * heads_k * tile_heads * cut.parts
     tickets = replay.asked(counter, device)
     exp_scale = LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
-    pointer, out_pointer, out_strides = out.lse.data_ptr(), out.out.data_ptr(), out.out.stride()[:3]
+    pointer, out_pointer = out.lse.data_ptr(), out.out.data_ptr()
     work: Tensor | None = None
     if variant.parts:
-        work = parts.workspace(t, count)
+        work = parts.workspace(t, cut.parts)
         out_pointer = work.data_ptr()
-        pointer, out_strides = out_pointer + parts.state_offset(t, count), parts.strides(t)
+        pointer = out_pointer + parts.state_offset(t, cut.parts)
     replay.start(
         prepared.kernel,
         min(multiprocessors(device.index), tiles),
@@ -418,23 +424,23 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         seqlen_q,
         seqlen_k,
         heads,
-        heads // heads_k,
+        group,
         row_blocks,
         batch * heads,
         tiles,
         *(_NO_LISTS if lists is None else lists.arguments()),
-        head_group(batch * heads, heads // heads_k, seqlen_k, (q.shape[3] + v.shape[3]) * q.element_size(), variant.ranked),
+        head_group(batch * heads_k * tile_heads, tile_heads, seqlen_k, (q.shape[3] + v.shape[3]) * q.element_size(), variant.ranked),
         min(r.window_left, furthest),
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
         v.shape[3],
-        *out_strides,
+        *out.out.stride()[:3],
         *matrix_arguments(t.bias, variant.bias, pointer),
         *matrix_arguments(t.mask, variant.mask, pointer),
         *dropout_arguments(t, r, pointer),
-        count,
+        cut.parts,
         variant,
         prepared.addresses,
     )
     if work is not None:
-        parts.merge(work, count, exp_scale, out)
+        parts.merge(work, cut.parts, exp_scale, out)

@@ -1,14 +1,15 @@
-"""Calls with few tiles: into how many parts the key blocks of a tile are cut so that the machine is full, and the merge of the parts.
+"""Calls with few tiles or few queries: how their tiles are cut and filled so that the machine has work, and the merge of what they leave.
 
 A tile is the work of one CTA, so a call with fewer tiles than multiprocessors leaves some idle. Its tiles are cut along the keys, as in
-Flash-Decoding (Dao et al. 2023). Each part leaves its maximum, its denominator and its accumulator, unnormalised and in float32; the merge
-of the cache kernels adds them up. How many parts there are follows from shapes and the number of multiprocessors alone.
+Flash-Decoding (Dao et al. 2023). A tile has 128 rows, so a call with fewer queries leaves tensor cores idle. There the queries of several
+heads that share K and V make one tile. In both cases each part leaves its maximum, its denominator and its accumulator, unnormalised and in
+float32, and the merge of the cache kernels adds them up. All of this follows from shapes and the number of multiprocessors alone.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,47 +19,64 @@ if TYPE_CHECKING:
     from ...plan import Operands, Outputs, Rules, Target
 
 MULTIPROCESSORS = 132  # of an H100 or H200 on SXM: for calls that are explained without a device
-MOST = 64
+MOST_PARTS = 64
+MOST_HEADS = 16
 # In units of the time that a block of keys takes, some 1.5 microseconds for 128 queries, keys and columns. Estimates from sizes and rates.
 EDGES = 2.0  # a part's first product and its last store, under which nothing else runs
 MERGE = 6.0  # one launch more, on the host too
 MERGE_A_PART = 1 / 16  # parts are read by the dozen, each time at the latency of memory
 TRAFFIC = 3.0  # a wave of parts, written and read
-GAIN = 0.85  # of the time without parts: what a cut must at least promise
+GAIN = 0.85  # of the time of whole tiles of one head: what a cut must at least promise
+
+
+class Cut(NamedTuple):
+    """Into how many parts the keys of each tile go, and of how many heads it has queries."""
+
+    parts: int = 1
+    heads: int = 1
+
+    @property
+    def merged(self) -> bool:
+        return self != Cut()
 
 
 @lru_cache(maxsize=4096)
-def choose(tiles: int, blocks: int, multiprocessors: int) -> int:
-    """The number of parts for `tiles` tiles of at most `blocks` blocks of keys: the fewest of those that take the least time.
+def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multiprocessors: int, alone: bool = False) -> Cut:
+    """How to cut tiles of `rows` rows and at most `blocks` blocks of keys: the least of what takes the least time. Each of `shared` key
+    heads has `group` query heads; `alone`: these do not go into one tile.
 
-    >>> choose(8, 512, 132), choose(64, 64, 132), choose(100, 64, 132), choose(8, 8, 132), choose(132, 512, 132)
-    (16, 2, 1, 1, 1)
+    >>> choose(128, 128, 8, 1, 512, 132), choose(128, 512, 16, 1, 64, 132), choose(128, 4096, 16, 1, 32, 132)
+    (Cut(parts=16, heads=1), Cut(parts=2, heads=1), Cut(parts=1, heads=1))
+    >>> choose(128, 16, 4, 8, 256, 132), choose(128, 16, 256, 8, 256, 132)
+    (Cut(parts=32, heads=8), Cut(parts=1, heads=8))
     """
 
-    def time(parts: int) -> float:
-        waves = -(-tiles * parts // multiprocessors)
-        merge = MERGE + MERGE_A_PART * parts + TRAFFIC * tiles * parts / multiprocessors
-        return waves * (-(-blocks // parts) + EDGES) + (merge if parts > 1 else 0.0)
+    def time(cut: Cut) -> float:
+        parts = -(-seqlen_q // (rows // cut.heads)) * shared * -(-group // cut.heads) * cut.parts
+        merge = MERGE + MERGE_A_PART * cut.parts + TRAFFIC * parts / multiprocessors
+        return -(-parts // multiprocessors) * (-(-blocks // cut.parts) + EDGES) + (merge if cut.merged else 0.0)
 
-    if tiles >= multiprocessors:
-        return 1
-    best = min(range(1, min(MOST, blocks) + 1), key=time)
-    return best if time(best) <= GAIN * time(1) else 1
+    most_heads = 1 if alone or group == 1 else MOST_HEADS
+    heads = [n for n in (1, 2, 4, 8, 16) if n <= most_heads]
+    best = min((Cut(parts, n) for n in heads for parts in range(1, min(MOST_PARTS, blocks) + 1)), key=time)
+    return best if time(best) <= GAIN * time(Cut()) else Cut()
 
 
-def parts_of(t: Operands, r: Rules, multiprocessors: int) -> int:
-    """The number of parts of a call, 1: it is not cut. Calls with packed sequences, block lists, a bias or a mask tensor never are."""
+def cut_of(t: Operands, r: Rules, multiprocessors: int) -> Cut:
+    """How the tiles of a call are cut. Those of packed sequences, block lists, a bias or a mask tensor never are."""
     if t.cu_seqlens_q is not None or t.blocks is not None or t.bias is not None or t.mask is not None:
-        return 1
+        return Cut()
     from .configs import ROWS
     from .launch import tile_of
 
     tile = tile_of(t, r, cut=True)
     batch, heads, seqlen_q, _ = t.q.shape
-    rows, keys = ROWS * tile.warpgroups, t.k.shape[2]
+    heads_k, keys = t.k.shape[1:3]
+    rows = ROWS * tile.warpgroups
     if r.window_left >= 0 and r.window_right >= 0:  # no tile sees more
         keys = min(keys, r.window_left + r.window_right + rows + tile.block_n)
-    return choose(-(-seqlen_q // rows) * batch * heads, -(-keys // tile.block_n), multiprocessors)
+    # The bits of dropout are those of one head.
+    return choose(rows, seqlen_q, batch * heads_k, heads // heads_k, -(-keys // tile.block_n), multiprocessors, r.dropout_p > 0)
 
 
 def multiprocessors_of(target: Target) -> int:
@@ -82,13 +100,6 @@ def state_offset(t: Operands, parts: int) -> int:
     """Bytes of the accumulators, behind which m and l stand."""
     batch, heads, seqlen_q, _ = t.q.shape
     return 4 * parts * batch * heads * seqlen_q * t.v.shape[3]
-
-
-def strides(t: Operands) -> tuple[int, int, int]:
-    """Of one part's accumulators: from one batch item, head and query to the next."""
-    _, heads, seqlen_q, _ = t.q.shape
-    dim_v = t.v.shape[3]
-    return heads * seqlen_q * dim_v, seqlen_q * dim_v, dim_v
 
 
 def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
