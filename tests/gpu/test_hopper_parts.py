@@ -1,7 +1,8 @@
-"""Calls with few tiles, which the Hopper kernel cuts along the keys: every rule beside it, the same bits every time."""
+"""Calls with few tiles or few queries, cut along the keys and with several heads in a tile: every rule, the same bits every time."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif("hopper" not in BACKENDS, reason="needs a Hopper
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of parts of each call; what the kernel does not write into the workspace is NaN."""
+    """The number of parts of each call that is merged; what the kernel does not write into the workspace is NaN."""
     counts: list[int] = []
     make = parts.workspace
 
@@ -33,8 +34,8 @@ def lengths(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-# (seqlen_q, seqlen_k, heads, kv_heads) of two batch items
-SHAPES = ((128, 8192, 4, 4), (1, 5000, 8, 2), (333, 4097, 3, 1))
+# (seqlen_q, seqlen_k, heads, kv_heads) of two batch items; heads in a tile: 1, 4, 1, 16, 4 of which 3 are there, 2
+SHAPES = ((128, 8192, 4, 4), (1, 5000, 8, 2), (333, 4097, 3, 1), (7, 8192, 16, 1), (20, 6000, 6, 2), (150, 4500, 4, 2))
 RULES: dict[str, Any] = {
     "full": lambda heads: {},
     "causal": lambda heads: {"causal": True},
@@ -58,7 +59,29 @@ def test_every_rule(poisoned: list[int], name: str, dim: int) -> None:
     for seqlen_q, seqlen_k, heads, kv_heads in SHAPES:
         inputs = qkv(2, seqlen_q, seqlen_k, heads, kv_heads, head_dim=dim)
         compare({**inputs, **RULES[name](heads)}, "hopper", gradients=seqlen_q == 333)
-    assert poisoned and min(poisoned) > 1
+    assert len(poisoned) == len(SHAPES) and min(poisoned) > 1
+
+
+def test_heads_that_share_a_tile() -> None:
+    said = [explain(**qkv(2, *shape, head_dim=128)).tiles for shape in SHAPES]
+    heads = [int(found[1]) if (found := re.search(r"queries of (\d+) heads in each", text)) else 1 for text in said]
+    assert heads == [1, 4, 1, 16, 4, 2]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dim, dim_v", [(64, 64), (96, 96), (192, 128), (256, 256)])
+def test_every_width_with_heads_that_share_a_tile(poisoned: list[int], dim: int, dim_v: int, layout: str) -> None:
+    for seqlen_q, heads, kv_heads in ((16, 16, 2), (40, 10, 2), (3, 64, 2)):
+        inputs = qkv(2, seqlen_q, 5000, heads, kv_heads, dim, dim_v)
+        if layout == "bhsd":
+            inputs = {name: x.transpose(1, 2).contiguous() for name, x in inputs.items()}
+        compare({**inputs, "causal": True, "layout": layout}, "hopper", gradients=False)
+    assert len(poisoned) == 3
+
+
+def test_a_full_machine_with_heads_that_share_a_tile(poisoned: list[int]) -> None:
+    compare({**qkv(40, 4, 3000, 32, 4, head_dim=128), "causal": True}, "hopper", gradients=False)
+    assert len(poisoned) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,8 +133,8 @@ def test_hidden_values_and_other_inputs_of_one_layout() -> None:
 
 
 def test_a_hundred_runs_are_bitwise_equal() -> None:
-    for rules in ({}, {"causal": True}):
-        inputs = qkv(1, 512, 8192, 16, 4, head_dim=128)
+    for seqlen_q, rules in ((512, {}), (512, {"causal": True}), (16, {"causal": True})):
+        inputs = qkv(1, seqlen_q, 8192, 16, 4, head_dim=128)
         out, aux = attention(**inputs, **rules, backend="hopper", return_aux="lse")
         for _ in range(100):
             again, again_aux = attention(**inputs, **rules, backend="hopper", return_aux="lse")
