@@ -46,6 +46,9 @@ def call(batch: int, heads: int, seqlen_q: int, seqlen_k: int, heads_k: int = 0,
         (32, 8, (1, 32, 16, 32_768, 4)),
         (1, 8, (64, 32, 4, 8192, 4)),  # the machine is full, and does an eighth of the work
         (1, 1, (64, 32, 128, 8192, 4)),  # a head fills its tiles
+        (1, 1, (1, 0, 128, 8192)),
+        (1, 1, (1, 8, 0, 8192)),
+        (1, 1, (1, 8, 128, 0)),
     ],
 )
 def test_which_calls_are_cut(parts_: int, heads: int, arguments: tuple[int, ...]) -> None:

@@ -42,8 +42,9 @@ def state(C: gl.constexpr, p, tile, m_i, l_i, WARPGROUP: gl.constexpr):
     m_log2 = gl.where(l_i == 0.0, float("-inf"), m_log2)
     factor = gl.where(l_i == 0.0, 0.0, 1.0)
     if C.sink:
+        layout: gl.constexpr = m_i.type.layout
         _, head = split_head(p, tile.batch_head)
-        head = own_heads(C, p, head, m_i.type.layout, WARPGROUP)
+        head = own_heads(C, p, head, layout, WARPGROUP)
         sink = gl.load(p.sink_ptr + head).to(gl.float32)
         _, sink_log2 = exponent_line(C, p, sink * (LOG2_E / p.exp_scale))
         sink_log2 = gl.where((tile.part == 0) & (sink > float("-inf")), sink_log2, float("-inf"))
@@ -129,14 +130,16 @@ def write_part(C: gl.constexpr, p, tile, row, acc, m, l, WARPGROUP: gl.constexpr
     """
     DIM_V: gl.constexpr = C.dim_v
     layout: gl.constexpr = acc.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    state_layout: gl.constexpr = m.type.layout
     row, part, batch_head = pinned(row), pinned(tile.part), pinned(tile.batch_head)
     all_rows = p.batch_heads.to(gl.int64) * p.seqlen_q
     first = part * all_rows + batch_head.to(gl.int64) * p.seqlen_q + row  # of the workspace's rows
-    ours, written = rows_of_part(C, p, batch_head, tile.rows_stop - row, gl.SliceLayout(1, layout), WARPGROUP)
+    ours, written = rows_of_part(C, p, batch_head, tile.rows_stop - row, row_layout, WARPGROUP)
     constant, lane = columns(layout, DIM_V)
     at = p.out_ptr + first * p.dim_v + (ours * p.dim_v)[:, None] + lane + constant
     gl.store(at, acc, mask=written[:, None] & (constant < p.dim_v - lane))
-    ours, written = rows_of_part(C, p, batch_head, tile.rows_stop - row, m.type.layout, WARPGROUP)
+    ours, written = rows_of_part(C, p, batch_head, tile.rows_stop - row, state_layout, WARPGROUP)
     at_state = p.lse_ptr + first + ours
     gl.store(at_state, m, mask=written)
     gl.store(at_state + p.parts * all_rows, gl.where(m == float("-inf"), 0.0, l), mask=written)
@@ -146,11 +149,12 @@ def write_part(C: gl.constexpr, p, tile, row, acc, m, l, WARPGROUP: gl.constexpr
 def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP: gl.constexpr):
     """Divide by the denominator and write O and LSE; of a part, the accumulator as it is, and m and l."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    state_layout: gl.constexpr = m_i.type.layout
     if C.parts:
         factor, lse, l_i = state(C, p, tile, m_i, l_i, WARPGROUP)  # m takes the way of the LSE
     else:
         factor, lse = denominator(C, p, tile, m_i, l_i)
-    rows = row + queries(C, m_i.type.layout)
+    rows = row + queries(C, state_layout)
     rows_o = row + queries(C, row_layout)
     factor = gl.convert_layout(factor, row_layout)
     if C.lengths_q:

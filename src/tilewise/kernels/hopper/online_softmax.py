@@ -62,8 +62,9 @@ def score(C: gl.constexpr, p, tile, block, row, slope, bias, mask, s):
         s = p.softcap - 2.0 * p.softcap * reciprocal(1.0 + gl.exp2(s))
     if C.alibi:
         layout: gl.constexpr = s.type.layout
+        row_layout: gl.constexpr = gl.SliceLayout(1, layout)
         constant, lane = columns(layout, C.block_n)
-        rows = queries(C, gl.SliceLayout(1, layout))[:, None]
+        rows = queries(C, row_layout)[:, None]
         position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
         s = s - slope * gl.abs(position - constant.to(gl.float32))
     if C.bias != "":

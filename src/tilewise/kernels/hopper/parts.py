@@ -42,8 +42,8 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multiprocessors: int, alone: bool = False) -> Cut:
-    """How to cut tiles of `rows` rows and at most `blocks` blocks of keys: the least of what takes the least time. Each of `shared` key
-    heads has `group` query heads; `alone`: these do not go into one tile.
+    """How to cut tiles of `rows` rows and at most `blocks` blocks of keys: what takes the least time. Each of `shared` key heads has
+    `group` query heads; `alone`: these do not go into one tile. Where whole tiles fill the machine, their keys stay whole.
 
     >>> choose(128, 128, 8, 1, 512, 132), choose(128, 512, 16, 1, 64, 132), choose(128, 4096, 16, 1, 32, 132)
     (Cut(parts=16, heads=1), Cut(parts=2, heads=1), Cut(parts=1, heads=1))
@@ -51,14 +51,19 @@ def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multi
     (Cut(parts=32, heads=8), Cut(parts=1, heads=8))
     """
 
+    def tiles(heads: int) -> int:
+        return -(-seqlen_q // (rows // heads)) * shared * -(-group // heads)
+
     def time(cut: Cut) -> float:
-        parts = -(-seqlen_q // (rows // cut.heads)) * shared * -(-group // cut.heads) * cut.parts
+        parts = tiles(cut.heads) * cut.parts
         merge = MERGE + MERGE_A_PART * cut.parts + TRAFFIC * parts / multiprocessors
         return -(-parts // multiprocessors) * (-(-blocks // cut.parts) + EDGES) + (merge if cut.merged else 0.0)
 
     most_heads = 1 if alone or group == 1 else MOST_HEADS
-    heads = [n for n in (1, 2, 4, 8, 16) if n <= most_heads]
-    best = min((Cut(parts, n) for n in heads for parts in range(1, min(MOST_PARTS, blocks) + 1)), key=time)
+    choices = [Cut(1, n) for n in (1, 2, 4, 8, 16) if n <= most_heads]
+    few = [cut.heads for cut in choices if tiles(cut.heads) < multiprocessors]
+    choices += [Cut(parts, n) for n in few for parts in range(2, min(MOST_PARTS, blocks) + 1)]
+    best = min(choices, key=time)
     return best if time(best) <= GAIN * time(Cut()) else Cut()
 
 
@@ -76,7 +81,7 @@ def cut_of(t: Operands, r: Rules, multiprocessors: int) -> Cut:
     if r.window_left >= 0 and r.window_right >= 0:  # no tile sees more
         keys = min(keys, r.window_left + r.window_right + rows + tile.block_n)
     # The bits of dropout are those of one head.
-    return choose(rows, seqlen_q, batch * heads_k, heads // heads_k, -(-keys // tile.block_n), multiprocessors, r.dropout_p > 0)
+    return choose(rows, seqlen_q, batch * heads_k, heads // max(heads_k, 1), -(-keys // tile.block_n), multiprocessors, r.dropout_p > 0)
 
 
 def multiprocessors_of(target: Target) -> int:

@@ -469,8 +469,9 @@ def columns(layout: gl.constexpr, n: gl.constexpr):
 def mask_scores(C: gl.constexpr, p, tile, block, row, s):
     """-inf for what a row does not see. s [64, block_n] are the scores of a warp group whose first query is `row`."""
     layout: gl.constexpr = s.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     constant, lane = columns(layout, C.block_n)
-    rows = queries(C, gl.SliceLayout(1, layout))[:, None]
+    rows = queries(C, row_layout)[:, None]
     start = block * C.block_n
     end = pinned(tile.keys_end - start)
     if C.right:
