@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 what=" ${*:-tools fa3 fa4} "
 PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo .venv/bin/python || echo python3)}
 PY_VERSION=${PY_VERSION:-3.12}
-part_bytes=40000000
+part_bytes=54000000
 
 platforms=()
 for glibc in 39 35 34 31 28 27 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
@@ -27,7 +27,9 @@ download() {
 }
 
 tools=(pytest pluggy iniconfig packaging pygments pytest-xdist execnet pytest-timeout hypothesis sortedcontainers
-  rich markdown-it-py mdurl typer click shellingham typing-extensions nvidia-ml-py)
+  rich markdown-it-py mdurl typer click shellingham annotated-doc annotated-types typing-inspection
+  pydantic==2.14.4 pydantic-core==2.50.5
+  typing-extensions nvidia-ml-py)
 fa4=(flash-attn-4==4.0.0b36 quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5
   nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-cutlass-dsl-libs-core==4.8.1
   nvidia-cutlass-dsl-libs-cu13==4.8.1)

@@ -118,13 +118,14 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
 
 
 def results_section(rows: list[Row]) -> str:
-    """For each device its newest run of the paper grid (or of the CPU cases): speeds of every provider, and who was fastest."""
+    """For each device and pass its newest run of the paper grid (or of the CPU cases): speeds of every provider, and who was fastest."""
     parts = []
     for case in ("paper", "cpu"):
         for device in dict.fromkeys(row["device"] for row in rows):
             mine = [row for row in rows if row["device"] == device and row["case"] == case]
+            newest = {row["pass"]: row["run_id"] for row in mine}
             if mine:
-                parts.append(device_section([row for row in mine if row["run_id"] == mine[-1]["run_id"]]))
+                parts.append(device_section([row for row in mine if row["run_id"] == newest[row["pass"]]]))
     return (
         "\n\n".join(parts) if parts else "Nothing has been measured yet: `make gpu` writes the results that this section is generated from."
     )
@@ -136,6 +137,8 @@ def device_section(rows: list[Row]) -> str:
     unit, key = ("TFLOP/s", "tflops") if first["case"] == "paper" else ("ms", "ms")
     longest = max(row["seqlen"] for row in rows)
     rows = [row for row in rows if row["seqlen"] == longest]
+    shapes = list(dict.fromkeys(problem_name(row).rsplit(",", 1)[0] for row in rows))
+    rows.sort(key=lambda row: (shapes.index(problem_name(row).rsplit(",", 1)[0]), ("fwd", "bwd", "fwd+bwd").index(row["pass"])))
     providers = list(dict.fromkeys(column_name(row) for row in rows))
     providers.sort(key=lambda name: not name.startswith("tilewise"))
     table = []
@@ -145,7 +148,12 @@ def device_section(rows: list[Row]) -> str:
         best = None if not speeds else (max if key == "tflops" else min)(speeds, key=lambda name: speeds[name])
         table.append([problem, *(value_text(mine.get(name), key, bold=name == best) for name in providers), lead(speeds, key)])
     versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "triton") if first.get(name))
-    head = f"**{first['device']}**, N = {longest:,}, {first['dtype']}, {unit}, {versions}, {first.get('date') or 'no date'}"
+    sources = {row["pass"]: row.get("source_hash", "unknown")[:12] for row in rows}
+    if len({*sources.values()}) == 1:
+        kernels = f"kernels `{sources[first['pass']]}`"
+    else:
+        kernels = ", ".join(f"{pass_} with kernels `{hash_}`" for pass_, hash_ in sources.items())
+    head = f"**{first['device']}**, N = {longest:,}, {first['dtype']}, {unit}, {versions}, {first.get('date') or 'no date'}, {kernels}"
     return f"{head}\n\n{markdown(['', *providers, 'tilewise against the best peer'], table)}"
 
 
@@ -201,13 +209,13 @@ def render(text: str) -> str:
 
 
 def figure_rows() -> list[Row]:
-    """What the benchmark's pictures show: the newest results file of a GPU; of a case that it leaves out, the newest one that has it."""
+    """What the benchmark's pictures show: the newest results file of a GPU; of what it leaves out, the newest that has it."""
     files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(RESULTS.glob("*.jsonl"))]
     files = [rows for rows in files if any(row.get("case") == "paper" for row in rows)]
     shown: list[Row] = []
     for rows in reversed(sorted(files, key=lambda rows: rows[-1].get("date") or "")):
-        cases = {(row["device"], row["case"]) for row in shown}
-        shown += [row for row in rows if (row["device"], row["case"]) not in cases]
+        cases = {(row["device"], row["case"], row["pass"]) for row in shown}
+        shown += [row for row in rows if (row["device"], row["case"], row["pass"]) not in cases]
     return shown
 
 
