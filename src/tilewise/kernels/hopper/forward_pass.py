@@ -65,11 +65,10 @@ from .online_softmax import (
     release_matrices,
     score,
 )
+from .problem import Problem, in_every_warp
 from .producer import Buffers, Descriptors, producer
 from .walk import (
-    Problem,
     find_tile,
-    in_every_warp,
     mask_scores,
     needs_mask,
     own_heads,

@@ -3,7 +3,8 @@
 from .barriers import draw_tile, leave_number, phase_of, publish, retire, shared_address, stage_of, wait
 from .gluon_api import aggregate, constexpr_function, descriptor_type, expect_bytes, gl, jit, memdesc_type, tma_load
 from .matrices import broadcast_coordinate
-from .walk import find_tile, in_every_warp, key_coordinates, listed_block, lists_of, query_coordinates, split_head
+from .problem import in_every_warp
+from .walk import find_tile, key_coordinates, listed_block, lists_of, query_coordinates, split_head
 
 
 @aggregate
