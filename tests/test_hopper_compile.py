@@ -40,6 +40,7 @@ EVERYTHING = {
 }
 TENSORS = {"bias": "tma", "mask": "tma", "values_a_head": True}
 UNALIGNED = {"bias": "full", "bias_dtype": "fp32", "mask": "full", "values_a_head": True}
+PARTS = {"parts": True, "store_tma": False}
 PACKED = {"packed": True, "lengths_q": True, "lengths_k": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
@@ -51,6 +52,7 @@ SAMPLE = {
     "d128 packed causal": variant(128, right=True, **PACKED),
     "d128 lists": variant(128, listed=True),
     "d128 causal dropout": variant(128, right=True, dropout=True),
+    "d128 causal in parts": variant(128, right=True, **PARTS),
 }
 REST = {
     "d64 full": variant(64),
@@ -100,6 +102,25 @@ REST = {
     "d128 everything and dropout": variant(128, dropout=True, **EVERYTHING),
     "d192/128 causal dropout": variant(192, 128, right=True, dropout=True),
     "d256 causal dropout": variant(256, right=True, dropout=True),
+    "d64 in parts, two heads in a tile": variant(64, heads=2, **PARTS),
+    "d128 causal in parts, four heads in a tile": variant(128, right=True, heads=4, **PARTS),
+    "d128 window and lengths in parts, eight heads in a tile": variant(
+        128, right=True, left=True, lengths_q=True, lengths_k=True, heads=8, **PARTS
+    ),
+    "d128 everything in parts, eight heads in a tile": variant(128, heads=8, **EVERYTHING, **PARTS),
+    "d64 everything in parts, four heads in a tile": variant(64, heads=4, **EVERYTHING, **PARTS),
+    "d128 in parts, sixteen heads in a tile": variant(128, heads=16, **PARTS),
+    "d192/128 causal in parts, eight heads in a tile": variant(192, 128, right=True, heads=8, **PARTS),
+    "d256 causal in parts, eight heads in a tile": variant(256, right=True, heads=8, **PARTS),
+    "d64 in parts": variant(64, **PARTS),
+    "d64 window in parts": variant(64, right=True, left=True, **PARTS),
+    "d64 everything in parts": variant(64, **EVERYTHING, **PARTS),
+    "d128 in parts": variant(128, **PARTS),
+    "d128 everything in parts": variant(128, **EVERYTHING, **PARTS),
+    "d128 causal dropout in parts": variant(128, right=True, dropout=True, **PARTS),
+    "d192/128 causal in parts": variant(192, 128, right=True, **PARTS),
+    "d256 causal in parts": variant(256, right=True, **PARTS),
+    "d256 everything in parts": variant(256, **EVERYTHING, **PARTS),
 }
 # Bytes of spill stores that ptxas leaves outside the loop over key blocks; these may not grow. Where a name is missing: none.
 SPILLS = {
@@ -109,12 +130,15 @@ SPILLS = {
     "d64 float32 bias": 152,
     "d64 everything and unaligned tensors": 696,
     "d128 causal dropout": 64,
+    "d128 causal dropout in parts": 48,
     "d128 window and dropout": 64,
     "d128 everything and dropout": 64,
     "d128 packed everything": 64,
     "d192/128 causal dropout": 112,
     "d256 everything": 68,
     "d256 packed causal": 148,
+    "d256 everything in parts": 148,
+    "d256 causal in parts, eight heads in a tile": 36,
     "d256 causal dropout": 64,
 }
 

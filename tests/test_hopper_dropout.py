@@ -119,5 +119,5 @@ def test_values_before_the_first_window_are_copied(seqlen_q: int, copied: bool) 
     """A tile may start up to three keys before the first that a query sees: V is read from a copy that is finite there."""
     t, r = Operands(meta(seqlen_q), meta(), meta()), Rules(0.1, window_left=100, dropout_p=0.1)
     assert hopper.values_are_copied(t, r) == copied == ("V is copied" in hopper.describe(t, r, Request(), H200))
-    assert hopper.workspace_bytes(t, r, Request()) == copied * t.v.numel() * 2
+    assert hopper.workspace_bytes(t, r, Request(), H200) == copied * t.v.numel() * 2
     assert not hopper.values_are_copied(t, replace(r, dropout_p=0.0))

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tilewise.kernels.hopper import walk
 from tilewise.kernels.hopper.configs import TILES, Variant
 
-_FIELDS = "batch_head row first_row rows_end rows_stop origin shift keys_end last_block blocks"
+_FIELDS = "batch_head part row first_row rows_end rows_stop origin shift keys_end last_block blocks"
 _Tile = namedtuple("_Tile", _FIELDS)
 _GL = types.SimpleNamespace(
     int64=int,
@@ -56,12 +56,24 @@ def _python(name):
 
 
 _FOUND: dict = {}
-_NAMES = ("split_head", "item_and_head", "place", "packed_tile", "list_record", "listed_tile", "lists_of", "listed_block", "ranged_tile")
-for _name in (*_NAMES, "find_tile", "key_coordinates", "plain_blocks", "needs_mask"):
+_NAMES = (
+    "heads_of_tiles",
+    "own_row",
+    "split_head",
+    "item_and_head",
+    "place",
+    "packed_tile",
+    "list_record",
+    "listed_tile",
+    "lists_of",
+    "listed_block",
+    "ranged_tile",
+)
+for _name in (*_NAMES, "find_tile", "query_coordinates", "key_coordinates", "plain_blocks", "needs_mask"):
     _FOUND[_name] = _python(_name)
 
 
-def _problem(batch, heads, seqlen_q, seqlen_k, variant, left, right, lengths_q, lengths_k, head_group):
+def _problem(batch, heads, seqlen_q, seqlen_k, variant, left, right, lengths_q, lengths_k, head_group, parts=1):
     row_blocks = -(-seqlen_q // variant.block_m)
     return types.SimpleNamespace(
         lengths_q_ptr=_Pointer(lengths_q),
@@ -71,7 +83,9 @@ def _problem(batch, heads, seqlen_q, seqlen_k, variant, left, right, lengths_q, 
         heads=heads,
         row_blocks=row_blocks,
         batch_heads=batch * heads,
-        tiles=row_blocks * batch * heads,
+        tiles=row_blocks * batch * heads * parts,
+        parts=parts,
+        group=1,
         head_group=head_group,
         window_left=left,
         window_right=right,
@@ -129,6 +143,57 @@ def test_walk_covers_what_is_visible(left, right, with_lengths, tile):
                     if i < len_q:
                         assert found == seen, (number, i, t)
         assert len(done) == p.tiles
+
+
+def _seen_by(variant, p, t, warpgroup, i):
+    """The keys that row i counts in the blocks that a tile visits. A block without a mask counts every column: all must be visible."""
+    plain_first, plain_end = _FOUND["plain_blocks"](variant, p, t, t.row + 64 * warpgroup)
+    for block in range(t.last_block, t.last_block - t.blocks, -1):
+        masked = _FOUND["needs_mask"](variant, block, plain_first, plain_end)
+        for x in range(block * variant.block_n, (block + 1) * variant.block_n):
+            ok = x < t.keys_end and (not variant.right or x < i + t.shift + p.window_right + 1)
+            if not masked or (ok and (not variant.left or x >= i + t.shift - p.window_left)):
+                yield x + t.origin
+
+
+@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (-1, 90), (150, 90), (0, 0), (150, -1)])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_parts_of_a_tile_cover_what_is_visible_once(left, right, with_lengths):
+    draw = random.Random(f"{left} {right} {with_lengths}")
+    for tile, parts in itertools.product(("128", "256"), (2, 3, 5, 16)):
+        batch, heads = draw.randint(1, 2), draw.randint(1, 3)
+        seqlen_q, seqlen_k = draw.choice([1, 63, 130, 300]), draw.choice([1, 64, 300, 513, 1100])
+        lengths_q = [draw.choice([0, 1, seqlen_q // 2, seqlen_q]) if with_lengths else seqlen_q for _ in range(batch)]
+        lengths_k = [draw.choice([0, 1, seqlen_k // 2, seqlen_k, -3]) if with_lengths else seqlen_k for _ in range(batch)]
+        rules = {"right": right >= 0, "left": left >= 0, "lengths_q": with_lengths, "lengths_k": with_lengths}
+        variant = Variant(TILES[tile], "bf16", 64, 1, 64, parts=True, **rules)
+        p = _problem(batch, heads, seqlen_q, seqlen_k, variant, left, right, lengths_q, lengths_k, draw.choice([1, 2, 4]), parts)
+        tiles: dict = {}
+        for number in range(p.tiles):
+            t = _FOUND["find_tile"](variant, p, number)
+            assert t.blocks >= 1 and t.last_block - t.blocks + 1 >= 0 and 0 <= t.part < parts
+            tiles.setdefault((*divmod(t.batch_head, heads), t.row), []).append(t)
+        assert all([t.part for t in found] == list(range(parts)) for found in tiles.values())
+        assert len(tiles) == batch * heads * p.row_blocks
+        for (b, _, row), found in tiles.items():
+            len_q, len_k = min(max(lengths_q[b], 0), seqlen_q), min(max(lengths_k[b], 0), seqlen_k)
+            at_work = [t for t in found if t.keys_end > 0]
+            visited = [block for t in at_work for block in range(t.last_block, t.last_block - t.blocks, -1)]
+            assert visited == sorted(set(visited), reverse=True), "a block twice, or not from right to left"
+            assert max((t.blocks for t in at_work), default=0) <= -(-len(visited) // parts)
+            for t in found:
+                assert t.keys_end > 0 or (t.blocks, t.last_block) == (1, 0)
+            for i in range(row, min(row + variant.block_m, len_q), 17):
+                counted = [j for t in found for j in _seen_by(variant, p, t, (i - row) // 64, i)]
+                assert len(counted) == len(set(counted))
+                assert set(counted) == {j for j in range(seqlen_k) if _visible(i, j, left, right, len_q, len_k)}
+
+
+def test_parts_of_long_tiles_come_first():
+    variant = Variant(TILES["128"], "bf16", 128, 1, 128, right=True, parts=True)
+    p = _problem(1, 2, 1024, 1024, variant, -1, 0, [1024], [1024], 2, 3)
+    rows = [_FOUND["find_tile"](variant, p, number).row for number in range(p.tiles)]
+    assert rows == sorted(rows, reverse=True)
 
 
 def test_hidden_keys_on_the_left_are_never_loaded():

@@ -123,7 +123,7 @@ def explain(
         dtype=dtype,
         flops=cost.flops(problem, pass_),
         bytes=cost.least_bytes(problem, pass_),
-        extra_bytes=_extra_bytes(chosen, t, r, request, problem),
+        extra_bytes=_extra_bytes(chosen, t, r, request, problem, target),
         unfused_bytes=cost.unfused_bytes(problem, pass_),
         roofline_ms=floor.seconds * 1e3 if floor else None,
         bound=floor.bound if floor else "",
@@ -170,9 +170,11 @@ def _tiles(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Req
     return chosen.kernels().describe(t, r, request, target)
 
 
-def _extra_bytes(chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Request, problem: cost.Problem) -> int:
+def _extra_bytes(
+    chosen: plan.Plan, t: plan.Operands, r: plan.Rules, request: plan.Request, problem: cost.Problem, target: plan.Target
+) -> int:
     if chosen.backend == "hopper":
-        return cost.state_bytes(problem) + chosen.kernels().workspace_bytes(t, r, request)
+        return cost.state_bytes(problem) + chosen.kernels().workspace_bytes(t, r, request, target)
     return cost.extra_bytes(problem, "bwd" if request.backward else "fwd")
 
 

@@ -184,23 +184,32 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
         return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
     from .configs import ROWS
     from .launch import tile_of
+    from .parts import cut_of, multiprocessors_of
 
-    tile = tile_of(t, r)
+    chosen = cut_of(t, r, multiprocessors_of(target))
+    tile = tile_of(t, r, chosen.merged)
     shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
     copied = "; V is copied first, without what is not finite and nobody sees" if values_are_copied(t, r) else ""
-    return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages{copied}"
+    cut = f"; queries of {chosen.heads} heads in each" if chosen.heads > 1 else ""
+    cut += f"; its keys in {chosen.parts} parts, which are merged" if chosen.parts > 1 else ""
+    return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages{cut}{copied}"
 
 
-def workspace_bytes(t: Operands, r: Rules, request: Request) -> int:
-    """Device memory that a pass takes beside its results and what the forward pass saved: backward, dQ in float32 and two numbers a query;
-    with a bias or mask also copies, forward of V, backward of all that is read; see `values_are_copied`."""
+def workspace_bytes(t: Operands, r: Rules, request: Request, target: Target) -> int:
+    """Device memory that a pass takes beside its results and what the forward pass saved: forward, the state of parts where few tiles are
+    cut; backward, dQ in float32 and two numbers a query; with a bias or mask also copies, forward of V, backward of all that is read; see
+    `values_are_copied`."""
     if request.backward:
         from .backward_launch import workspace_bytes
 
         return workspace_bytes(t, r)
+    from .parts import cut_of, floats, multiprocessors_of
+
+    chosen = cut_of(t, r, multiprocessors_of(target))
+    state = 4 * floats(t, chosen.parts) if chosen.merged else 0
     if not values_are_copied(t, r):
-        return 0
-    return t.v.numel() * t.v.element_size() * (t.q.shape[1] // t.k.shape[1] if values_a_head(t) else 1)
+        return state
+    return state + t.v.numel() * t.v.element_size() * (t.q.shape[1] // t.k.shape[1] if values_a_head(t) else 1)
 
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:

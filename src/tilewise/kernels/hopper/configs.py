@@ -53,11 +53,36 @@ class Variant:
     bias_dtype: str = "bf16"
     mask: str = ""
     dropout: bool = False
+    parts: bool = False  # a tile visits one part of its blocks and leaves its state to a merge; out is the workspace, in float32
+    heads: int = 1  # of one group whose queries share a tile; more than one goes with `parts`
     values_a_head: bool = False  # every query head has V tiles of its own, in which what it alone does not see is cleared
 
     @property
     def block_m(self) -> int:
         return ROWS * self.tile.warpgroups
+
+    @property
+    def queries(self) -> int:
+        """Of each head of a tile."""
+        return self.block_m // self.heads
+
+    @property
+    def log2_heads(self) -> int:
+        return self.heads.bit_length() - 1
+
+    @property
+    def own_heads(self) -> int:
+        """Heads of one warp group: its rows are those of the first, then those of the second."""
+        return max(self.heads // self.tile.warpgroups, 1)
+
+    @property
+    def own_queries(self) -> int:
+        """Rows that a warp group has of each."""
+        return ROWS // self.own_heads
+
+    @property
+    def log2_own_queries(self) -> int:
+        return self.own_queries.bit_length() - 1
 
     @property
     def block_n(self) -> int:
@@ -92,7 +117,7 @@ class Variant:
     @property
     def may_be_empty(self) -> bool:
         """Whether a row may see no key in a block that is visited."""
-        return self.positional or self.lengths_k or self.bias != "" or self.mask != ""
+        return self.positional or self.lengths_k or self.parts or self.bias != "" or self.mask != ""
 
     @property
     def ranked(self) -> bool:

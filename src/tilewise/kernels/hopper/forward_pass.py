@@ -65,13 +65,14 @@ from .online_softmax import (
     release_matrices,
     score,
 )
+from .problem import Problem, in_every_warp
 from .producer import Buffers, Descriptors, producer
 from .walk import (
-    Problem,
     find_tile,
-    in_every_warp,
     mask_scores,
     needs_mask,
+    own_heads,
+    own_row,
     plain_blocks,
     split_head,
 )
@@ -221,12 +222,15 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     arrive(base + 8 * C.k_empty, thread)
     while number < p.tiles:
         tile = find_tile(C, p, number)
-        row = tile.row + 64 * WARPGROUP
+        row = own_row(C, tile, WARPGROUP)
         q_slot = WARPGROUP * C.q_stages + stage_of(done, C.q_stages)
         slope = 0.0
         if C.alibi:
             batch, head = split_head(p, tile.batch_head)
+            head = own_heads(C, p, head, row_layout, WARPGROUP)
             slope = gl.load(p.slopes_ptr + batch * p.stride_slopes + head).to(gl.float32)
+            if C.heads > 1:
+                slope = slope[:, None]
         drawing = 0
         if C.dropout:
             drawing = drawing_of_rows(C, p, tile, row)
@@ -354,6 +358,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "stride_mask_m",
         "drop_below",
         "keep_scale",
+        "parts",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr",
@@ -419,6 +424,7 @@ def attention_forward(
     seed_ptr,
     drop_below,
     keep_scale,
+    parts,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -431,7 +437,9 @@ def attention_forward(
     K_TILES: gl.constexpr = C.stages * C.chunks
     O_TILES: gl.constexpr = C.warpgroups if C.own_out_buffer else C.warpgroups * C.chunks * C.q_bytes // C.out_bytes
     BARRIERS: gl.constexpr = C.barrier_words
-    q = gl.allocate_shared_memory(q_desc.dtype, [Q_TILES, 1, 1, 64, CHUNK], q_desc.layout)
+    OWN_HEADS: gl.constexpr = C.own_heads
+    OWN_QUERIES: gl.constexpr = C.own_queries
+    q = gl.allocate_shared_memory(q_desc.dtype, [Q_TILES, 1, OWN_HEADS, OWN_QUERIES, CHUNK], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [K_TILES, 1, 1, BLOCK_N, CHUNK], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DIM_V], v_desc.layout)
     if C.own_out_buffer:
@@ -510,6 +518,7 @@ def attention_forward(
         seed_ptr,
         drop_below,
         keep_scale,
+        parts,
     )
     if C.warpgroups == 2:
         warp_specialize(

@@ -18,14 +18,16 @@ from torch import Tensor
 from ...plan import Operands, Outputs, Rules
 from .. import replay
 from ..triton.launch import as_bytes, broadcast_strides
-from . import sizes_used, tma_refusal, values_a_head, values_are_copied
+from . import parts, sizes_used, tma_refusal, values_a_head, values_are_copied
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .forward_pass import V_MARK, attention_forward
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
+from .parts import Cut
 
 L2_BYTES = 32 * 1024 * 1024  # of the 50 MB: what K and V of concurrently running heads may take
 LOG2_E = 1.4426950408889634
+WHOLE = Cut()
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -46,12 +48,12 @@ class Program:
 def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, str]:
     """The Triton types of `attention_forward`'s arguments; out, slopes and sink name the element types of theirs."""
 
-    def tiled(rows: int, columns: int, swizzle: int) -> str:
-        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {columns}],{shared_layout(swizzle, 4)!r}>"
+    def tiled(rows: int, columns: int, swizzle: int, heads: int = 1) -> str:
+        return f"tensordesc<{variant.dtype}[1, {heads}, {rows}, {columns}],{shared_layout(swizzle, 4)!r}>"
 
     bias, mask = (matrix_type(dtype, 64, variant.block_n) for dtype in (variant.bias_dtype, "u8"))
     special = {
-        "q_desc": tiled(64, variant.chunk, variant.q_swizzle),
+        "q_desc": tiled(variant.own_queries, variant.chunk, variant.q_swizzle, variant.own_heads),
         "k_desc": tiled(variant.block_n, variant.chunk, variant.q_swizzle),
         "v_desc": tiled(variant.block_n, variant.dim_v, variant.v_swizzle),
         "o_desc": tiled(64, variant.dim_v, variant.v_swizzle),
@@ -157,22 +159,22 @@ def _form(shape: tuple[int, ...], stride: tuple[int, ...], element: int, aligned
     return "tma" if by_tma else "full"
 
 
-def tile_of(t: Operands, r: Rules) -> Tile:
-    """The tile that serves a call, by its shape and rules."""
+def tile_of(t: Operands, r: Rules, cut: bool = False) -> Tile:
+    """The tile that serves a call, by its shape and rules; `cut`: for a merge, which only tiles with two consumers have kernels for."""
     transforms = r.softmax_scale <= 0 or r.softcap > 0 or t.alibi_slopes is not None
     lengths = t.seqused_q is not None or t.seqused_k is not None or t.cu_seqlens_q is not None
     further = t.blocks is not None or t.bias is not None or t.mask is not None
     further = further or t.sink is not None or r.dropout_p > 0
-    plain = not (r.window_left >= 0 or transforms or lengths or further) and r.window_right <= 0
+    plain = not (cut or r.window_left >= 0 or transforms or lengths or further) and r.window_right <= 0
     sizes = (t.q.shape[3], t.v.shape[3], t.q.shape[2], t.k.shape[2])
     return TILES[tile_name(*sizes, r.window_right >= 0, plain, form_of(t.bias), form_of(t.mask))]
 
 
-def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
+def variant_of(t: Operands, r: Rules, out: Outputs, cut: Cut = WHOLE) -> Variant:
     """The kernel that serves a call; `why_not` has said that one does."""
     chunk, chunks = tile_columns(t.q.shape[3])
     packed = t.cu_seqlens_q is not None
-    tile = tile_of(t, r)
+    tile = tile_of(t, r, cut.merged)
     return Variant(
         tile=tile,
         dtype=_DTYPES[t.q.dtype],
@@ -190,7 +192,9 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
         packed=packed,
         listed=t.blocks is not None,
         log2_list=0 if t.blocks is None else (t.blocks.block_n // tile.block_n).bit_length() - 1,
-        store_tma=out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
+        parts=cut.merged,
+        heads=cut.heads,
+        store_tma=not cut.merged and out.out.dtype == t.q.dtype and tma_refusal(out.out) is None,
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else _DTYPES[t.bias.dtype],
         mask=form_of(t.mask),
@@ -202,12 +206,14 @@ def variant_of(t: Operands, r: Rules, out: Outputs) -> Variant:
 _programs: dict[tuple, Program] = {}
 
 
-def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
+def program_for(t: Operands, r: Rules, out: Outputs, cut: Cut = WHOLE) -> Program:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     slopes, sink = t.alibi_slopes, t.sink
-    tile = tile_of(t, r)
+    tile = tile_of(t, r, cut.merged)
     key = (
         tile,
+        cut.merged,
+        cut.heads,
         t.q.dtype,
         t.q.shape[3],
         t.v.shape[3],
@@ -232,10 +238,10 @@ def program_for(t: Operands, r: Rules, out: Outputs) -> Program:
     )
     found = _programs.get(key)
     if found is None:
-        variant = variant_of(t, r, out)
+        variant = variant_of(t, r, out, cut)
         kernel, addresses = build(
             variant,
-            _DTYPES[out.out.dtype],
+            "fp32" if cut.merged else _DTYPES[out.out.dtype],
             "fp32" if slopes is None else _DTYPES[slopes.dtype],
             "fp32" if sink is None else _DTYPES[sink.dtype],
         )
@@ -367,13 +373,16 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     heads_k, seqlen_k = k.shape[1], k.shape[2]
     device = q.device
     slopes, sink = t.alibi_slopes, t.sink
-    prepared = program_for(t, r, out)
+    cut = parts.cut_of(t, r, multiprocessors(device.index))
+    prepared = program_for(t, r, out, cut)
     variant = prepared.variant
     if values_are_copied(t, r):
         v = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k)
     q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
     o_desc = descriptor(out.out) if variant.store_tma else v_desc
-    row_blocks = -(-seqlen_q // variant.block_m)
+    group = heads // heads_k
+    row_blocks = -(-seqlen_q // variant.queries)
+    tile_heads = -(-group // variant.heads)  # tiles that share K and V for the same queries
     records: Tensor | None = None
     lists: Lists | None = None
     if variant.packed:
@@ -382,10 +391,16 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     elif variant.listed:
         lists = Lists.of(t, r, variant.block_m)
         records = lists.records
-    tiles = row_blocks * batch * heads
+    tiles = row_blocks * batch * heads_k * tile_heads * cut.parts
     tickets = replay.asked(counter, device)
+    exp_scale = LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
-    pointer = out.lse.data_ptr()
+    pointer, out_pointer = out.lse.data_ptr(), out.out.data_ptr()
+    work: Tensor | None = None
+    if variant.parts:
+        work = parts.workspace(t, cut.parts)
+        out_pointer = work.data_ptr()
+        pointer = out_pointer + parts.state_offset(t, cut.parts)
     replay.start(
         prepared.kernel,
         min(multiprocessors(device.index), tiles),
@@ -394,7 +409,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         v_desc,
         o_desc,
         pointer,
-        out.out.data_ptr(),
+        out_pointer,
         tickets.data_ptr(),
         pointer if t.seqused_q is None else t.seqused_q.data_ptr(),
         pointer if t.seqused_k is None else t.seqused_k.data_ptr(),
@@ -404,17 +419,17 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         pointer if lists is None else lists.partial.data_ptr(),
         pointer if lists is None else lists.full.data_ptr(),
         r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale,
-        LOG2_E if variant.scale_first else r.softmax_scale * LOG2_E,
+        exp_scale,
         r.softcap,
         seqlen_q,
         seqlen_k,
         heads,
-        heads // heads_k,
+        group,
         row_blocks,
         batch * heads,
         tiles,
         *(_NO_LISTS if lists is None else lists.arguments()),
-        head_group(batch * heads, heads // heads_k, seqlen_k, (q.shape[3] + v.shape[3]) * q.element_size(), variant.ranked),
+        head_group(batch * heads_k * tile_heads, tile_heads, seqlen_k, (q.shape[3] + v.shape[3]) * q.element_size(), variant.ranked),
         min(r.window_left, furthest),
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
@@ -423,6 +438,9 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         *matrix_arguments(t.bias, variant.bias, pointer),
         *matrix_arguments(t.mask, variant.mask, pointer),
         *dropout_arguments(t, r, pointer),
+        cut.parts,
         variant,
         prepared.addresses,
     )
+    if work is not None:
+        parts.merge(work, cut.parts, exp_scale, out)

@@ -7,7 +7,7 @@ Gimelshein 2018 as FlashAttention uses them (Dao et al. 2022, algorithm 1), in b
 from .barriers import arrive_each_warp, phase_of, stage_of, wait
 from .gluon_api import gl, jit
 from .matrices import add_bias, load_matrix
-from .walk import columns, split_head
+from .walk import columns, queries, split_head
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -62,8 +62,9 @@ def score(C: gl.constexpr, p, tile, block, row, slope, bias, mask, s):
         s = p.softcap - 2.0 * p.softcap * reciprocal(1.0 + gl.exp2(s))
     if C.alibi:
         layout: gl.constexpr = s.type.layout
+        row_layout: gl.constexpr = gl.SliceLayout(1, layout)
         constant, lane = columns(layout, C.block_n)
-        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+        rows = queries(C, row_layout)[:, None]
         position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
         s = s - slope * gl.abs(position - constant.to(gl.float32))
     if C.bias != "":

@@ -3,14 +3,15 @@
 from .barriers import draw_tile, leave_number, phase_of, publish, retire, shared_address, stage_of, wait
 from .gluon_api import aggregate, constexpr_function, descriptor_type, expect_bytes, gl, jit, memdesc_type, tma_load
 from .matrices import broadcast_coordinate
-from .walk import find_tile, in_every_warp, key_coordinates, listed_block, lists_of, query_coordinates, split_head
+from .problem import in_every_warp
+from .walk import find_tile, key_coordinates, listed_block, lists_of, query_coordinates, split_head
 
 
 @aggregate
 class Buffers:
     """Shared memory of a CTA. Every tile keeps its descriptor's rank 4; `reshape` drops the unit dimensions."""
 
-    q: memdesc_type  # [warpgroups * q_stages * chunks, 1, 1, 64, chunk]
+    q: memdesc_type  # [warpgroups * q_stages * chunks, 1, own_heads, own_queries, chunk]
     k: memdesc_type  # [stages * chunks, 1, 1, block_n, chunk]
     v: memdesc_type  # [stages, 1, 1, block_n, dim_v]
     o: memdesc_type  # [.., 1, 1, 64, dim_v]

@@ -6,185 +6,14 @@ blocks only through this file: another way of finding them (a packed-sequence ma
 
 from .barriers import pinned, uniform
 from .gluon_api import aggregate, constexpr_function, gl, jit
-from .matrices import Matrix
-
-
-@aggregate
-class Problem:
-    """Scalars and pointers of one call."""
-
-    lse_ptr: gl.tensor
-    out_ptr: gl.tensor
-    counter_ptr: gl.tensor
-    lengths_q_ptr: gl.tensor
-    lengths_k_ptr: gl.tensor
-    slopes_ptr: gl.tensor
-    sink_ptr: gl.tensor
-    records_ptr: gl.tensor  # of packed sequences and of lists: what each tile is, see `packed_tile` and `listed_tile`
-    partial_ptr: gl.tensor  # of lists: the blocks of keys that a mask cuts, and those that it leaves whole
-    full_ptr: gl.tensor
-    scale: gl.tensor  # of q.k, where it is applied before the maximum
-    exp_scale: gl.tensor  # turns a score into the exponent of 2
-    softcap: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor  # query heads a key head serves
-    row_blocks: gl.tensor
-    batch_heads: gl.tensor
-    tiles: gl.tensor
-    partial_width: gl.tensor  # of lists: entries from one block of queries to the next
-    full_width: gl.tensor
-    list_batch: gl.tensor  # of lists: heads from one batch item to the next, and from one head to the next, 0 where they share
-    list_head: gl.tensor
-    head_group: gl.tensor  # heads whose K and V share the L2 cache
-    window_left: gl.tensor
-    window_right: gl.tensor
-    stride_slopes: gl.tensor
-    dim_v: gl.tensor
-    stride_out_b: gl.tensor
-    stride_out_h: gl.tensor
-    stride_out_s: gl.tensor
-    bias: Matrix
-    mask: Matrix
-    seed_ptr: gl.tensor  # of dropout
-    drop_below: gl.tensor  # words of the generator, unsigned
-    keep_scale: gl.tensor  # of what is kept
-
-    @constexpr_function
-    def __init__(
-        self,
-        lse_ptr,
-        out_ptr,
-        counter_ptr,
-        lengths_q_ptr,
-        lengths_k_ptr,
-        slopes_ptr,
-        sink_ptr,
-        records_ptr,
-        partial_ptr,
-        full_ptr,
-        scale,
-        exp_scale,
-        softcap,
-        seqlen_q,
-        seqlen_k,
-        heads,
-        group,
-        row_blocks,
-        batch_heads,
-        tiles,
-        partial_width,
-        full_width,
-        list_batch,
-        list_head,
-        head_group,
-        window_left,
-        window_right,
-        stride_slopes,
-        dim_v,
-        stride_out_b,
-        stride_out_h,
-        stride_out_s,
-        bias,
-        mask,
-        seed_ptr,
-        drop_below,
-        keep_scale,
-    ):
-        self.lse_ptr = lse_ptr
-        self.out_ptr = out_ptr
-        self.counter_ptr = counter_ptr
-        self.lengths_q_ptr = lengths_q_ptr
-        self.lengths_k_ptr = lengths_k_ptr
-        self.slopes_ptr = slopes_ptr
-        self.sink_ptr = sink_ptr
-        self.records_ptr = records_ptr
-        self.partial_ptr = partial_ptr
-        self.full_ptr = full_ptr
-        self.scale = scale
-        self.exp_scale = exp_scale
-        self.softcap = softcap
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.heads = heads
-        self.group = group
-        self.row_blocks = row_blocks
-        self.batch_heads = batch_heads
-        self.tiles = tiles
-        self.partial_width = partial_width
-        self.full_width = full_width
-        self.list_batch = list_batch
-        self.list_head = list_head
-        self.head_group = head_group
-        self.window_left = window_left
-        self.window_right = window_right
-        self.stride_slopes = stride_slopes
-        self.dim_v = dim_v
-        self.stride_out_b = stride_out_b
-        self.stride_out_h = stride_out_h
-        self.stride_out_s = stride_out_s
-        self.bias = bias
-        self.mask = mask
-        self.seed_ptr = seed_ptr
-        self.drop_below = drop_below
-        self.keep_scale = keep_scale
-
-
-@jit
-def in_every_warp(C: gl.constexpr, p):
-    """The problem as a worker warp should hold it: the integers that steer loops and addresses marked warp-uniform."""
-    row_blocks, tiles, batch_heads = uniform(p.row_blocks), uniform(p.tiles), uniform(p.batch_heads)
-    if C.packed:
-        # Only the device knows how many tiles there are of those that there is room for.
-        row_blocks = uniform(gl.load(p.records_ptr + row_blocks * 8))
-        tiles = row_blocks * batch_heads
-    return Problem(
-        p.lse_ptr,
-        p.out_ptr,
-        p.counter_ptr,
-        p.lengths_q_ptr,
-        p.lengths_k_ptr,
-        p.slopes_ptr,
-        p.sink_ptr,
-        p.records_ptr,
-        p.partial_ptr,
-        p.full_ptr,
-        p.scale,
-        p.exp_scale,
-        p.softcap,
-        uniform(p.seqlen_q),
-        uniform(p.seqlen_k),
-        uniform(p.heads),
-        uniform(p.group),
-        row_blocks,
-        batch_heads,
-        tiles,
-        p.partial_width,
-        p.full_width,
-        uniform(p.list_batch),
-        uniform(p.list_head),
-        uniform(p.head_group),
-        uniform(p.window_left),
-        uniform(p.window_right),
-        p.stride_slopes,
-        p.dim_v,
-        p.stride_out_b,
-        p.stride_out_h,
-        p.stride_out_s,
-        p.bias,
-        p.mask,
-        p.seed_ptr,
-        p.drop_below,
-        p.keep_scale,
-    )
 
 
 @aggregate
 class Tile:
-    """`block_m` query rows of one head, and the key blocks they visit, from `last_block` down."""
+    """`queries` query rows of one head, or of `heads` heads from `batch_head` on, and the key blocks they visit, from `last_block` down."""
 
     batch_head: gl.tensor
+    part: gl.tensor  # of the blocks that the rows see: which of `Problem.parts`
     row: gl.tensor  # first query row
     first_row: gl.tensor  # of the sequence
     rows_end: gl.tensor  # rows from here on are beyond the query length: their output is 0
@@ -196,8 +25,9 @@ class Tile:
     blocks: gl.tensor  # at least 1: the pipeline has no empty tile, a masked block takes its place
 
     @constexpr_function
-    def __init__(self, batch_head, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
+    def __init__(self, batch_head, part, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks):
         self.batch_head = batch_head
+        self.part = part
         self.row = row
         self.first_row = first_row
         self.rows_end = rows_end
@@ -232,6 +62,38 @@ def item_and_head(C: gl.constexpr, p, tile):
 
 
 @jit
+def own_row(C: gl.constexpr, tile, WARPGROUP: gl.constexpr):
+    """The query of a warp group's first row."""
+    return tile.row if C.heads > 1 else tile.row + 64 * WARPGROUP
+
+
+@jit
+def queries(C: gl.constexpr, layout: gl.constexpr):
+    """[64], how far the query of each row is from the first one's."""
+    rows = gl.arange(0, 64, layout=layout)
+    return rows & (C.own_queries - 1) if C.heads > 1 else rows
+
+
+@jit
+def own_heads(C: gl.constexpr, p, head, layout: gl.constexpr, WARPGROUP: gl.constexpr):
+    """The query head of a warp group's rows, one or [64], in a tile whose first head is `head`; rows of no head have the last one's."""
+    if C.heads > 1:
+        head = head + C.own_heads * WARPGROUP + (gl.arange(0, 64, layout=layout) >> C.log2_own_queries)
+        head = gl.minimum(head, p.heads - 1)
+    return head
+
+
+@jit
+def heads_of_tiles(C: gl.constexpr, p):
+    """How many tiles meet the same queries of all heads and batch items, and how many of them share K and V."""
+    heads, shared = p.batch_heads, p.group
+    if C.heads > 1:
+        shared = (p.group + C.heads - 1) >> C.log2_heads
+        heads = divide(p.batch_heads, p.group) * shared
+    return heads, shared
+
+
+@jit
 def packed_tile(p, slot):
     """What `kernels.triton.packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real
     rows that the sequence has of queries, and the first and the number of its real keys."""
@@ -251,7 +113,8 @@ def place(C: gl.constexpr, p, number):
         section = divide(number, section_size)
         inside = number - section * section_size
         first_head = section * p.head_group
-        section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
+        batch_heads, _ = heads_of_tiles(C, p)
+        section_heads = gl.minimum(p.head_group, batch_heads - first_head)
         step = divide(inside, section_heads)
         row_block = step if C.ranked else p.row_blocks - 1 - step
         batch_head = first_head + (inside - step * section_heads)
@@ -278,7 +141,7 @@ def listed_tile(C: gl.constexpr, p, number):
     none = row * 0
     blocks = gl.where(entries == 0, 1, entries << C.log2_list)
     keys_end = gl.where(entries == 0, 0, p.seqlen_k)
-    return Tile(batch_head, row, none, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
+    return Tile(batch_head, none, row, none, p.seqlen_q, p.seqlen_q, none, p.seqlen_k - p.seqlen_q, keys_end, none, blocks)
 
 
 @jit
@@ -308,7 +171,12 @@ def find_tile(C: gl.constexpr, p, number):
 
 @jit
 def ranged_tile(C: gl.constexpr, p, number):
-    """A tile whose blocks are all those of a range."""
+    """A tile whose blocks are all those of a range, or a part of them."""
+    part = number * 0
+    if C.parts:
+        # Parts of a tile are neighbours: they run side by side, and long tiles still come first.
+        part = number - divide(number, p.parts) * p.parts
+        number = divide(number, p.parts)
     row_block, batch_head = place(C, p, number)
     if C.packed:
         # Rows count from the start of the tensor, so that positions are all that knows of sequences; keys count from the sequence's first.
@@ -321,6 +189,10 @@ def ranged_tile(C: gl.constexpr, p, number):
         rows_stop = first_q + rows_q
         first_position = length_k - length_q
     else:
+        if C.heads > 1:
+            _, shared = heads_of_tiles(C, p)
+            owner = divide(batch_head, shared)
+            batch_head = owner * p.group + (batch_head - owner * shared) * C.heads
         batch, _ = split_head(p, batch_head)
         length_q = p.seqlen_q
         length_k = p.seqlen_k
@@ -328,7 +200,7 @@ def ranged_tile(C: gl.constexpr, p, number):
             length_q = gl.minimum(gl.maximum(gl.load(p.lengths_q_ptr + batch), 0), p.seqlen_q)
         if C.lengths_k:
             length_k = gl.minimum(gl.maximum(gl.load(p.lengths_k_ptr + batch), 0), p.seqlen_k)
-        row = row_block * C.block_m
+        row = row_block * C.queries
         first_row = batch * 0
         shift = length_k - length_q
         rows_end = length_q
@@ -347,15 +219,20 @@ def ranged_tile(C: gl.constexpr, p, number):
     end = length_k
     begin = origin * 0
     if C.right:
-        end = gl.minimum(end, row + C.block_m + shift + p.window_right)
+        end = gl.minimum(end, row + C.queries + shift + p.window_right)
     if C.left:
         begin = gl.maximum(begin, row + shift - p.window_left)
     first_block = begin >> C.log2_block_n
     last_block = (end - 1) >> C.log2_block_n
     blocks = last_block - first_block + 1
     keys_end = length_k
+    empty = end <= begin
+    if C.parts:
+        share = divide(gl.maximum(blocks, 0) + p.parts - 1, p.parts)
+        last_block = last_block - part * share
+        blocks = gl.minimum(blocks - part * share, share)
+        empty = empty | (blocks <= 0)
     if C.may_be_empty or C.lengths_q:
-        empty = end <= begin
         if C.lengths_q:
             empty = empty | (row >= rows_end)
         blocks = gl.where(empty, 1, blocks)
@@ -363,14 +240,16 @@ def ranged_tile(C: gl.constexpr, p, number):
         keys_end = gl.where(empty, 0, length_k)
     if C.packed:
         origin = origin + first_k
-    return Tile(batch_head, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
+    return Tile(batch_head, part, row, first_row, rows_end, rows_stop, origin, shift, keys_end, last_block, blocks)
 
 
 @jit
 def query_coordinates(C: gl.constexpr, p, tile, warpgroup: gl.constexpr, column: gl.constexpr):
     """Where a warp group's rows start in Q and O, as (batch, head, row, column)."""
     batch, head = item_and_head(C, p, tile)
-    return batch, head, tile.row + 64 * warpgroup, column
+    if C.heads > 1:
+        head = head + C.own_heads * warpgroup
+    return batch, head, own_row(C, tile, warpgroup), column
 
 
 @jit
@@ -382,13 +261,13 @@ def key_coordinates(C: gl.constexpr, p, tile, block, column: gl.constexpr):
 
 @jit
 def plain_blocks(C: gl.constexpr, p, tile, row):
-    """[first, end) of the blocks of which every one of the 64 rows from `row` on sees every key: no mask there."""
+    """[first, end) of the blocks of which every row of a warp group, whose first query is `row`, sees every key: no mask there."""
     first = tile.keys_end * 0
     end = tile.keys_end
     if C.right:
         end = gl.minimum(end, row + tile.shift + p.window_right + 1)
     if C.left:
-        first = (row + 63 + tile.shift - p.window_left + C.block_n - 1) >> C.log2_block_n
+        first = (row + C.own_queries - 1 + tile.shift - p.window_left + C.block_n - 1) >> C.log2_block_n
     return first, end >> C.log2_block_n
 
 
@@ -412,10 +291,11 @@ def columns(layout: gl.constexpr, n: gl.constexpr):
 
 @jit
 def mask_scores(C: gl.constexpr, p, tile, block, row, s):
-    """-inf for what a row does not see. s [64, block_n] are the scores of the rows from `row` on."""
+    """-inf for what a row does not see. s [64, block_n] are the scores of a warp group whose first query is `row`."""
     layout: gl.constexpr = s.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     constant, lane = columns(layout, C.block_n)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+    rows = queries(C, row_layout)[:, None]
     start = block * C.block_n
     end = pinned(tile.keys_end - start)
     if C.right:
