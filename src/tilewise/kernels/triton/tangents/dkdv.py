@@ -1,0 +1,196 @@
+"""The tangents of dK and dV: one program a tile of keys, which walks the queries that see it, over all query heads that read it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..launch import RUNTIME
+from ..tiles import NEG_INF, ROW_BLOCK, hide_rows, load_matrix, load_tile, query_tile_range, store_tile, used_length
+from .steps import (
+    OWN,
+    drop_pairs,
+    kept_pairs,
+    load_moving,
+    matrix_at,
+    moving_probability_gradients,
+    moving_product_gradients,
+    moving_score_gradients,
+    moving_scores,
+    slope_at,
+    source_of,
+)
+
+
+@triton.jit
+def walk_queries(
+    tdk, tdv, bias_cols, k, tk, v, tv, q, tq, do, tdo, rows, offs_n, n0, lo, hi, span, rules, bias, mask, tbias, tslope, drop, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLS: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Add what queries [lo, hi) of one head contribute to a tile of keys. Tiles are transposed, [N, M]: all four products then take what
+    comes of the probabilities as their left operand, from registers."""
+    MASKED: tl.constexpr = CUT or DENSE
+    len_q = span[0]
+    lse_ptr, rest_ptr, tlse_ptr, delta_ptr, tdelta_ptr = rows
+    # A stretch at the ends has few tiles: without a pipeline it leaves registers to the stretch that matters.
+    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if CUT else None, disable_licm=FRUGAL):
+        offs_m = m0 + tl.arange(0, BLOCK_M)
+        q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, False, True, FRUGAL)  # [M, D]
+        tq_tile = load_moving(tq, m0, len_q, BLOCK_M, BLOCK_D, D, True, FRUGAL)
+        bias_tile = load_matrix(bias, offs_m, offs_n, span, True, CUT)
+        mask_tile = load_matrix(mask, offs_m, offs_n, span, True, CUT)
+        tbias_tile = load_matrix(tbias, offs_m, offs_n, span, True, CUT)
+        rest = None
+        if rest_ptr is not None:
+            rest = tl.load(rest_ptr + offs_m)[None, :]
+        lse, tlse = tl.load(lse_ptr + offs_m)[None, :], tl.load(tlse_ptr + offs_m)[None, :]
+        row = (lse, rest, tlse, tl.load(delta_ptr + offs_m)[None, :], tl.load(tdelta_ptr + offs_m)[None, :])  # each [1, M]
+        s, p, ts, traw, ratio = moving_scores(
+            (k, tk, q_tile, tq_tile), lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+            SANITIZE, SANITIZE, True, CUT, MASKED, PRECISION)  # fmt: skip
+        do_tile = load_moving(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, FRUGAL)  # [M, DV]
+        tdo_tile = load_moving(tdo, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, FRUGAL)
+        keep = kept_pairs(offs_m, n0, BLOCK_N, drop, True)
+        dp, tdp = moving_probability_gradients((v, tv, do_tile, tdo_tile), keep, keep_scale, s, PRECISION)
+        tp, ds, tds = moving_score_gradients(s, p, ts, dp, tdp, row, MASKED)
+        if WANT_COLS:
+            bias_cols += tl.sum(tds, 1)
+        if WANT_DV:
+            if do is not None:
+                if MASKED and SANITIZE:
+                    do_tile = hide_rows(do_tile, s != NEG_INF, 0)
+                tdv = tl.dot(drop_pairs(tp, keep).to(do_tile.dtype), do_tile, tdv, input_precision=PRECISION)  # [N, DV]
+            if tdo is not None:
+                if MASKED and SANITIZE:
+                    tdo_tile = hide_rows(tdo_tile, s != NEG_INF, 0)
+                tdv = tl.dot(drop_pairs(p, keep).to(tdo_tile.dtype), tdo_tile, tdv, input_precision=PRECISION)
+        if WANT_DK:
+            ds, tds = moving_product_gradients(s, ds, tds, traw, ratio, rules, MASKED)
+            if MASKED and SANITIZE:
+                q_tile = hide_rows(q_tile, s != NEG_INF, 0)
+            tdk = tl.dot(tds.to(q_tile.dtype), q_tile, tdk, input_precision=PRECISION)  # [N, D]
+            if tq is not None:
+                if MASKED and SANITIZE:
+                    tq_tile = hide_rows(tq_tile, s != NEG_INF, 0)
+                tdk = tl.dot(ds.to(tq_tile.dtype), tq_tile, tdk, input_precision=PRECISION)
+    return tdk, tdv, bias_cols
+
+
+@triton.jit
+def one_head(
+    tdk, tdv, k, tk, v, tv, arrays, matrices, slopes, rows, bias_cols_ptr, b, h, n0, heads, row_blocks, size_k, span, scale, softcap, seed_ptr,
+    dropout_threshold, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr,
+):  # fmt: skip
+    """What one query head adds to the tangents of dK and dV of a tile of keys, and its own sums over queries for a bias that all share."""
+    len_k, window_left, window_right = span[1], span[2], span[3]
+    at_q = (b, h, None)
+    q, tq = source_of(arrays[0], at_q, ALIGN), source_of(arrays[1], at_q, ALIGN)
+    do, tdo = source_of(arrays[2], at_q, ALIGN), source_of(arrays[3], at_q, ALIGN)
+    bias, mask, tbias = matrix_at(matrices[0], b, h, BIAS_ALIGN), matrix_at(matrices[1], b, h, MASK_ALIGN), matrix_at(matrices[2], b, h, 1)
+    rules = (scale, softcap, slope_at(slopes[0], b, h, slopes[1], slopes[2]), None)
+    tslope = slope_at(slopes[3], b, h, slopes[4], slopes[5])
+    drop, rest = None, None
+    if seed_ptr is not None:
+        drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+    head = (b * heads + h).to(tl.int64)
+    first = head * (row_blocks * ROW_BLOCK)
+    if rows[1] is not None:
+        rest = rows[1] + first
+    own_rows = (rows[0] + first, rest, rows[2] + first, rows[3] + first, rows[4] + first)
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    cols = tl.zeros([BLOCK_N], tl.float32)
+    TAIL: tl.constexpr = SANITIZE or window_left is not None
+    lo, full_lo, full_hi, hi = query_tile_range(n0, span, BLOCK_M, BLOCK_N, TAIL)
+    if DENSE:  # a tile of keys that the length cuts is cut at every query
+        full_hi = tl.where(n0 + BLOCK_N <= len_k, full_hi, full_lo)
+    starts, stops = (full_lo, lo, full_hi), (full_hi, full_lo, hi)
+    for part in tl.static_range(3):
+        if (part == 2 and TAIL) or part == 0 or (part == 1 and window_right is not None):
+            tdk, tdv, cols = walk_queries(
+                tdk, tdv, cols, k, tk, v, tv, q, tq, do, tdo, own_rows, offs_n, n0, starts[part], stops[part], span, rules, bias, mask,
+                tbias, tslope, drop, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
+                bias_cols_ptr is not None, SANITIZE, DENSE, PRECISION, FRUGAL, part != 0)  # fmt: skip
+    if bias_cols_ptr is not None:
+        tl.store(bias_cols_ptr + head * size_k + offs_n, tl.where(offs_n < len_k, cols, 0.0), mask=offs_n < size_k)
+    return tdk, tdv
+
+
+@triton.jit(do_not_specialize=RUNTIME + OWN)
+def attention_dkdv_tangent(
+    q_ptr, k_ptr, v_ptr, do_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tdk_ptr, tdv_ptr,
+    row_lse_ptr, rest_ptr, row_tlse_ptr, delta_ptr, tdelta_ptr, bias_cols_ptr,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64, stride_vd,
+    stride_dob: tl.int64, stride_doh: tl.int64, stride_dos: tl.int64, stride_dod,
+    stride_tqb: tl.int64, stride_tqh: tl.int64, stride_tqs: tl.int64, stride_tqd,
+    stride_tkb: tl.int64, stride_tkh: tl.int64, stride_tks: tl.int64, stride_tkd,
+    stride_tvb: tl.int64, stride_tvh: tl.int64, stride_tvs: tl.int64, stride_tvd,
+    stride_tdob: tl.int64, stride_tdoh: tl.int64, stride_tdos: tl.int64, stride_tdod,
+    stride_tdkb: tl.int64, stride_tdkh: tl.int64, stride_tdks: tl.int64, stride_tdkd,
+    stride_tdvb: tl.int64, stride_tdvh: tl.int64, stride_tdvs: tl.int64, stride_tdvd,
+    tbias_ptr, stride_tbias_b: tl.int64, stride_tbias_h: tl.int64, stride_tbias_m: tl.int64, stride_tbias_n,
+    tslopes_ptr, stride_tslopes_b, stride_tslopes_h,
+    bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
+    mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
+    slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
+    heads, group, size_q, size_k, row_blocks, scale, softcap, window_left, window_right, dropout_threshold: tl.int64, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr,
+):  # fmt: skip
+    """How one tile of dK and dV moves, over all query heads that read it. Under a causal mask the first tiles are the longest."""
+    num_n = tl.cdiv(size_k, BLOCK_N)
+    tile, bh = tl.program_id(0) % num_n, tl.program_id(0) // num_n
+    heads_k = heads // group
+    b, head_k, n0 = bh // heads_k, bh % heads_k, tile * BLOCK_N
+    len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
+    span = (len_q, len_k, window_left, window_right)
+    at_k = (b, head_k, None)
+    k_source = source_of((k_ptr, stride_kb, stride_kh, stride_ks, stride_kd), at_k, ALIGN)
+    tk_source = source_of((tk_ptr, stride_tkb, stride_tkh, stride_tks, stride_tkd), at_k, ALIGN)
+    v_source = source_of((v_ptr, stride_vb, stride_vh, stride_vs, stride_vd), at_k, ALIGN)
+    tv_source = source_of((tv_ptr, stride_tvb, stride_tvh, stride_tvs, stride_tvd), at_k, ALIGN)
+    k = load_tile(k_source, n0, len_k, BLOCK_N, BLOCK_D, D, False, True)  # [N, D]
+    tk = load_moving(tk_source, n0, len_k, BLOCK_N, BLOCK_D, D, True, False)
+    v = load_tile(v_source, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True)  # [N, DV]
+    tv = load_moving(tv_source, n0, len_k, BLOCK_N, BLOCK_DV, DV, True, False)
+    arrays = (
+        (q_ptr, stride_qb, stride_qh, stride_qs, stride_qd),
+        (tq_ptr, stride_tqb, stride_tqh, stride_tqs, stride_tqd),
+        (do_ptr, stride_dob, stride_doh, stride_dos, stride_dod),
+        (tdo_ptr, stride_tdob, stride_tdoh, stride_tdos, stride_tdod),
+    )
+    matrices = (
+        (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        (mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
+        (tbias_ptr, stride_tbias_b, stride_tbias_h, stride_tbias_m, stride_tbias_n),
+    )
+    slopes = (slopes_ptr, stride_slopes_b, stride_slopes_h, tslopes_ptr, stride_tslopes_b, stride_tslopes_h)
+    rows = (row_lse_ptr, rest_ptr, row_tlse_ptr, delta_ptr, tdelta_ptr)
+    tdk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    tdv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    # One head needs no loop around the loops, which the software pipeliner would have to see through.
+    if GROUPED:
+        for g in tl.range(0, group, num_stages=1, disable_licm=FRUGAL):
+            tdk, tdv = one_head(
+                tdk, tdv, k, tk, v, tv, arrays, matrices, slopes, rows, bias_cols_ptr, b, head_k * group + g, n0, heads, row_blocks,
+                size_k, span, scale, softcap, seed_ptr, dropout_threshold, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                tdk_ptr is not None, tdv_ptr is not None, ALIGN, BIAS_ALIGN, MASK_ALIGN, SANITIZE, DENSE, PRECISION, FRUGAL)  # fmt: skip
+    else:
+        tdk, tdv = one_head(
+            tdk, tdv, k, tk, v, tv, arrays, matrices, slopes, rows, bias_cols_ptr, b, head_k, n0, heads, row_blocks,
+            size_k, span, scale, softcap, seed_ptr, dropout_threshold, keep_scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+            tdk_ptr is not None, tdv_ptr is not None, ALIGN, BIAS_ALIGN, MASK_ALIGN, SANITIZE, DENSE, PRECISION, FRUGAL)  # fmt: skip
+    used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
+    if tdk_ptr is not None:
+        target = source_of((tdk_ptr, stride_tdkb, stride_tdkh, stride_tdks, stride_tdkd), at_k, ALIGN)
+        store_tile(target, tl.where(used, tdk * scale, 0.0), n0, size_k, BLOCK_N, BLOCK_D, D)
+    if tdv_ptr is not None:
+        target = source_of((tdv_ptr, stride_tdvb, stride_tdvh, stride_tdvs, stride_tdvd), at_k, ALIGN)
+        store_tile(target, tl.where(used, tdv * keep_scale, 0.0), n0, size_k, BLOCK_N, BLOCK_DV, DV)
