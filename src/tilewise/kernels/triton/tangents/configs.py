@@ -1,57 +1,97 @@
 """Tile shapes of the tangents' kernels, as data, and the shared memory that they take: operands and their tangents, twice what a pass holds.
 
-None was measured. The entries are what keeps operands, tangents and sums in registers and shared memory, as compiled for each architecture.
+Those of the tangent of the backward pass were compiled and not measured: they are the largest that keep what a thread holds in registers.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..configs import DKDV, DQ, FORWARD, Config, architecture, shared_limit
+from ..configs import DKDV, DQ, FORWARD, HEAVY, PIECE, Config, architecture, features, shared_limit
 
 if TYPE_CHECKING:
     from ..launch import Launch
 
 ROWS = "rows"
 
-# (bits, kernel) -> {largest padded head dim: tiles}. float32 operands of head dim 128 fit in no tile: products without tensor cores are
-# unrolled, to kilobytes of spills a thread and half a minute of compilation.
-TABLE: dict[tuple[int, str], dict[int, Config]] = {
-    (16, FORWARD): {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)},
-    (32, FORWARD): {64: Config(32, 32, 8, 1)},
-    (16, ROWS): {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)},
-    (32, ROWS): {64: Config(32, 32, 8, 1)},
-    (16, DQ): {64: Config(64, 32, 4, 1, frugal=True), 128: Config(32, 32, 4, 1, frugal=True), 256: Config(32, 32, 8, 1, frugal=True)},
-    (32, DQ): {64: Config(32, 32, 8, 1, frugal=True)},
-    (16, DKDV): {64: Config(32, 64, 8, 1, frugal=True), 128: Config(32, 32, 8, 1, frugal=True), 256: Config(32, 32, 8, 1, frugal=True)},
-    (32, DKDV): {64: Config(32, 32, 8, 1, frugal=True)},
+# Calls with one of these hold more in registers than the tiles of `TABLE` leave, and take those of `HEAVY_TABLE` where it has any.
+HEAVIER = HEAVY[DKDV]
+
+
+def frugal(block_m: int, block_n: int, num_warps: int, num_stages: int = 1) -> Config:
+    """With operands read from shared memory again in every turn: eight of them fit in no register file."""
+    return Config(block_m, block_n, num_warps, num_stages, frugal=True)
+
+
+# (architecture, bits, kernel) -> {largest padded head dim: tiles}. float32 operands of head dim 128 fit in no tile: products without tensor
+# cores are unrolled, to kilobytes of spills a thread and half a minute of compilation.
+TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
+    ("sm80", 16, ROWS): {64: frugal(64, 32, 4), 128: frugal(64, 16, 8), 256: frugal(16, 32, 8)},
+    ("sm80", 16, DQ): {64: frugal(64, 32, 4), 128: frugal(64, 32, 8), 256: frugal(16, 32, 8)},
+    ("sm80", 16, DKDV): {64: frugal(32, 32, 4), 128: frugal(32, 64, 8), 256: frugal(16, 32, 8)},
+    ("sm90", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 4), 256: frugal(16, 32, 8)},
+    ("sm90", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(16, 32, 8)},
+    ("sm90", 16, DKDV): {64: frugal(32, 64, 4, 2), 128: frugal(16, 64, 8), 256: frugal(16, 32, 8)},
+    ("sm100", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 8, 2), 256: frugal(64, 32, 8)},
+    ("sm100", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(64, 32, 8)},
+    ("sm100", 16, DKDV): {64: frugal(64, 64, 8, 2), 128: frugal(64, 64, 8), 256: frugal(32, 64, 8)},
+    ("gfx942", 16, ROWS): {128: frugal(64, 32, 4), 256: frugal(16, 16, 4)},
+    ("gfx942", 16, DQ): {128: frugal(64, 32, 4), 256: frugal(16, 16, 4)},
+    ("gfx942", 16, DKDV): {128: frugal(32, 64, 4), 256: frugal(16, 16, 4)},
 }
-SMALLEST = Config(16, 16, 2, 1)
+HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {}
+for _arch in ("sm80", "sm90", "sm100", "gfx942"):
+    TABLE[_arch, 16, FORWARD] = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)}
+    TABLE[_arch, 32, FORWARD] = {64: Config(32, 32, 8, 1)}
+    TABLE |= {(_arch, 32, purpose): {64: frugal(32, 32, 8)} for purpose in (ROWS, DQ, DKDV)}
 # Of the interpreter: every loop takes several turns at the shapes of a test.
-INTERPRETED = Config(32, 32, 1, 1)
+TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, ROWS, DQ, DKDV)}
+RELATIVES = {"sm86": "sm80", "sm120": "sm80"}
+
+# Where the table's choice does not fit: the first of these that does.
+SMALLER = (frugal(32, 32, 8), frugal(16, 32, 8), frugal(16, 16, 2))
 
 
-def shared_bytes(config: Config, bits: int, purpose: str, block_d: int, block_dv: int) -> int:
+def shared_bytes(config: Config, arch: str, bits: int, purpose: str, block_d: int, block_dv: int) -> int:
     """Shared memory that a kernel takes at most: what it keeps through its loop, every stage of what it walks, and tiles of scores on
-    their way between register layouts."""
-    m, n = config.block_m, config.block_n
+    their way between register layouts. On AMD operands stay in registers, and pass through it one by one."""
+    m, n, element = config.block_m, config.block_n, bits // 8
+    if arch == "gfx942":
+        return element * max(m, n) * max(block_d, block_dv) + 4 * m * n + 1024
     queries, keys = 2 * m * (block_d if purpose == FORWARD else block_d + block_dv), 2 * n * (block_d + block_dv)
     kept, walked = (keys, queries) if purpose == DKDV else (queries, keys)
-    scores = m * n * (1 if purpose == FORWARD else 2)
-    return (kept + config.num_stages * walked + scores) * bits // 8 + 1024
+    scores = m * n * (1 if purpose == FORWARD else 4)
+    return element * (kept + config.num_stages * walked) + max(element * scores, 1024 * config.num_warps) + 1024
 
 
 def config_of(call: Launch, purpose: str) -> Config:
-    """The table's tiles, or the smallest where those exceed the shared memory of a block."""
+    """The tiles of a kernel of this call."""
     from ....plan import target_of
 
     target = target_of(call.t.q.device)
-    if target.type != "cuda":
-        return INTERPRETED
-    return choose(architecture(target), shared_limit(target), call.bits, purpose, call.block_d, call.block_dv)
+    used = features(call.t, call.r)
+    return choose(architecture(target), shared_limit(target), call.bits, purpose, used, call.block_d, call.block_dv)
 
 
-def choose(arch: str, limit: int, bits: int, purpose: str, block_d: int, block_dv: int) -> Config:
-    row = TABLE[bits, purpose]
-    chosen = row[min(dim for dim in row if dim >= max(block_d, block_dv))]
-    return chosen if shared_bytes(chosen, bits, purpose, block_d, block_dv) <= limit else SMALLEST
+@functools.cache
+def choose(arch: str, limit: int, bits: int, purpose: str, used: frozenset[str], block_d: int, block_dv: int) -> Config:
+    """The table's config, or the first smaller one whose shared memory is within `limit` bytes."""
+    key = RELATIVES.get(arch, arch), bits, purpose
+    row = TABLE[key]
+    if used & HEAVIER:
+        row = {**row, **HEAVY_TABLE.get(key, {})}
+    found = row[min(dim for dim in row if dim >= max(block_d, block_dv))]
+    candidates = (found, *SMALLER)
+    found = next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, arch, bits, purpose, block_d, block_dv) <= limit)
+    if arch != "gfx942" and (bits == 16 or "tf32" in used):
+        found = replace(found, num_warps=min(found.num_warps, pieces(found, purpose, block_d, block_dv)))
+    return found
+
+
+def pieces(config: Config, purpose: str, block_d: int, block_dv: int) -> int:
+    """As `kernels.triton.configs.pieces`: into how many the smallest product divides for matrix units."""
+    m, n = config.block_m, config.block_n
+    products = {FORWARD: (m * n, m * block_dv), ROWS: (m * n,), DQ: (m * n, m * block_d), DKDV: (m * n, n * block_d, n * block_dv)}
+    return min(products[purpose]) // PIECE

@@ -45,16 +45,16 @@ def walk_queries(
         rest = None
         if rest_ptr is not None:
             rest = tl.load(rest_ptr + offs_m)[None, :]
-        lse, tlse = tl.load(lse_ptr + offs_m)[None, :], tl.load(tlse_ptr + offs_m)[None, :]
-        row = (lse, rest, tlse, tl.load(delta_ptr + offs_m)[None, :], tl.load(tdelta_ptr + offs_m)[None, :])  # each [1, M]
+        lse, tlse = tl.load(lse_ptr + offs_m)[None, :], tl.load(tlse_ptr + offs_m)[None, :]  # each [1, M]
         s, p, ts, traw, ratio = moving_scores(
-            (k, tk, q_tile, tq_tile), lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+            k, tk, q_tile, tq_tile, lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, SANITIZE, True, CUT, MASKED, PRECISION)  # fmt: skip
         do_tile = load_moving(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, FRUGAL)  # [M, DV]
         tdo_tile = load_moving(tdo, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, FRUGAL)
         keep = kept_pairs(offs_m, n0, BLOCK_N, drop, True)
-        dp, tdp = moving_probability_gradients((v, tv, do_tile, tdo_tile), keep, keep_scale, s, PRECISION)
-        tp, ds, tds = moving_score_gradients(s, p, ts, dp, tdp, row, MASKED)
+        dp, tdp = moving_probability_gradients(v, tv, do_tile, tdo_tile, keep, keep_scale, s, PRECISION)
+        delta, tdelta = tl.load(delta_ptr + offs_m)[None, :], tl.load(tdelta_ptr + offs_m)[None, :]
+        tp, ds, tds = moving_score_gradients(s, p, ts, dp, tdp, tlse, delta, tdelta, MASKED)
         if WANT_COLS:
             bias_cols += tl.sum(tds, 1)
         if WANT_DV:

@@ -35,7 +35,7 @@ from .steps import (
 
 @triton.jit
 def walk_keys(
-    tdq, bias_rows, slope_rows, q, tq, do, tdo, row, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, drop,
+    tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, drop,
     keep_scale, dbias,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr,
@@ -52,13 +52,13 @@ def walk_keys(
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
         s, p, ts, traw, ratio = moving_scores(
-            (q, tq, k_tile, tk_tile), row[0], row[1], offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+            q, tq, k_tile, tk_tile, lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT, FRUGAL)  # [N, DV]
         tv_tile = load_moving(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, CUT, FRUGAL)
         keep = kept_pairs(offs_m, n0, BLOCK_N, drop, False)
-        dp, tdp = moving_probability_gradients((do, tdo, v_tile, tv_tile), keep, keep_scale, s, PRECISION)
-        _tp, ds, tds = moving_score_gradients(s, p, ts, dp, tdp, row, MASKED)
+        dp, tdp = moving_probability_gradients(do, tdo, v_tile, tv_tile, keep, keep_scale, s, PRECISION)
+        _tp, ds, tds = moving_score_gradients(s, p, ts, dp, tdp, tlse, delta, tdelta, MASKED)
         if WANT_BIAS_ROWS:
             bias_rows += tl.sum(tds, 1)
         if WANT_SLOPE_ROWS:
@@ -128,8 +128,8 @@ def attention_dq_tangent(
     rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
     if rest_ptr is not None:
         rest = tl.load(rest_ptr + rows)[:, None]
-    lse, tlse = tl.load(row_lse_ptr + rows)[:, None], tl.load(row_tlse_ptr + rows)[:, None]
-    row = (lse, rest, tlse, tl.load(delta_ptr + rows)[:, None], tl.load(tdelta_ptr + rows)[:, None])  # each [M, 1]
+    lse, tlse = tl.load(row_lse_ptr + rows)[:, None], tl.load(row_tlse_ptr + rows)[:, None]  # each [M, 1]
+    delta, tdelta = tl.load(delta_ptr + rows)[:, None], tl.load(tdelta_ptr + rows)[:, None]
     q_source = source_of((q_ptr, stride_qb, stride_qh, stride_qs, stride_qd), at_q, ALIGN)
     tq_source = source_of((tq_ptr, stride_tqb, stride_tqh, stride_tqs, stride_tqd), at_q, ALIGN)
     do_source = source_of((do_ptr, stride_dob, stride_doh, stride_dos, stride_dod), at_q, ALIGN)
@@ -145,7 +145,7 @@ def attention_dq_tangent(
     for part in tl.static_range(3):
         if part > 0 or window_left is not None:
             tdq, bias_rows, slope_rows = walk_keys(
-                tdq, bias_rows, slope_rows, q, tq, do, tdo, row, k, tk, v, tv, offs_m, ends[part], ends[part + 1], span, rules, bias, mask,
+                tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, ends[part], ends[part + 1], span, rules, bias, mask,
                 tbias, tslope, drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, tdq_ptr is not None,
                 bias_rows_ptr is not None, slope_rows_ptr is not None, SANITIZE, DENSE, PRECISION, FRUGAL, part != 1)  # fmt: skip
 

@@ -51,7 +51,7 @@ def walk_keys(
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
         s, p, ts, _traw, _ratio = moving_scores(
-            (q, tq, k_tile, tk_tile), lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+            q, tq, k_tile, tk_tile, lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         if MASKED:
             ts = tl.where(s != NEG_INF, ts, 0.0)  # what is hidden may hold anything

@@ -50,12 +50,12 @@ def sum_over_keys(
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
         s, p, ts, _traw, _ratio = moving_scores(
-            (q, tq, k_tile, tk_tile), lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+            q, tq, k_tile, tk_tile, lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT, FRUGAL)  # [N, DV]
         tv_tile = load_moving(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, CUT, FRUGAL)
         keep = kept_pairs(offs_m, n0, BLOCK_N, drop, False)
-        dp, tdp = moving_probability_gradients((do, tdo, v_tile, tv_tile), keep, keep_scale, s, PRECISION)
+        dp, tdp = moving_probability_gradients(do, tdo, v_tile, tv_tile, keep, keep_scale, s, PRECISION)
         dp -= origin[:, None]
         if MASKED:  # what is hidden may hold anything
             seen = s != NEG_INF

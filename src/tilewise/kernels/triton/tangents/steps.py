@@ -1,10 +1,10 @@
 """The steps on one tile that the tangents of both passes share: how products, scores, probabilities and gradients of scores move.
 
-As in `tiles`, what is None is folded away: an operand that stands still costs no product. Scores are NATURAL. Besides the tuples of `tiles`:
+As in `tiles`, what is None is folded away: an operand that stands still costs no product. Scores are NATURAL. Besides the tuples of `tiles` there is
 
     array   (ptr, stride_b, stride_h, stride_s, stride_d)   a tensor of heads; a matrix likewise, its last two strides those of m and n
-    pair    (a, ta, b, tb)                                  the factors of a tile of products a b^T, and how they move
-    row     (lse, rest, tlse, delta, tdelta)                numbers of each query that broadcast to a tile: see `rows`
+
+a, ta, b, tb are the factors of a tile of products a b^T and how they move; numbers of each query (`rows`) come as they broadcast to the tile.
 """
 
 import triton
@@ -57,9 +57,8 @@ def load_moving(
 
 
 @triton.jit
-def product_tangent(pair, like, PRECISION: tl.constexpr):
-    """How the products a b^T move, in the shape of `like`."""
-    a, ta, b, tb = pair
+def product_tangent(a, ta, b, tb, like, PRECISION: tl.constexpr):
+    """How the products move, in the shape of `like`."""
     total = tl.zeros_like(like)
     if ta is not None and b is not None:
         total = tl.dot(ta, b.T, total, input_precision=PRECISION)
@@ -70,19 +69,18 @@ def product_tangent(pair, like, PRECISION: tl.constexpr):
 
 @triton.jit
 def moving_scores(
-    pair, lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+    a, ta, b, tb, lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
     SANITIZE: tl.constexpr, CHECK_COLS: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores, -inf where hidden; their probabilities; how scores move, before the mask; and for the second derivative of the softcap how
     the scaled products move, and the tanh of the cap or None."""
     scale, softcap, _, _ = rules
-    a, _ta, b, _tb = pair
     qk = tl.dot(a, b.T, input_precision=PRECISION)
     s, capped, _ = scores(
         qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, "", "", True, SANITIZE, CHECK_COLS, TRANSPOSED, CUT, MASKED)  # fmt: skip
     p = probabilities(s, lse, rest, None, True)
-    traw = product_tangent(pair, s, PRECISION) * scale
+    traw = product_tangent(a, ta, b, tb, s, PRECISION) * scale
     ts, ratio = traw, None
     if softcap is not None:
         ratio = capped / softcap
@@ -111,22 +109,20 @@ def drop_pairs(x, keep):
 
 
 @triton.jit
-def moving_probability_gradients(pair, keep, keep_scale, like, PRECISION: tl.constexpr):
-    """dP, from the gradients that reach the output, and how it moves."""
-    a, _ta, b, _tb = pair
+def moving_probability_gradients(a, ta, b, tb, keep, keep_scale, like, PRECISION: tl.constexpr):
+    """dP, from the gradients that reach the output and the values, and how it moves."""
     dp = tl.zeros_like(like)
     if a is not None and b is not None:
         dp = tl.dot(a, b.T, input_precision=PRECISION)
-    tdp = product_tangent(pair, like, PRECISION)
+    tdp = product_tangent(a, ta, b, tb, like, PRECISION)
     if keep is not None:
         dp, tdp = drop_pairs(dp, keep) * keep_scale, drop_pairs(tdp, keep) * keep_scale
     return dp, tdp
 
 
 @triton.jit
-def moving_score_gradients(s, p, ts, dp, tdp, row, MASKED: tl.constexpr):
+def moving_score_gradients(s, p, ts, dp, tdp, tlse, delta, tdelta, MASKED: tl.constexpr):
     """How the probabilities move, dS, and how it moves. All are 0 in hidden pairs, whatever was computed there."""
-    _lse, _rest, tlse, delta, tdelta = row
     tp = p * (ts - tlse)
     dp -= delta
     ds = p * dp
