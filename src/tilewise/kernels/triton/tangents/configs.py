@@ -41,13 +41,28 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("gfx942", 16, DQ): {128: frugal(64, 32, 4), 256: frugal(16, 16, 4)},
     ("gfx942", 16, DKDV): {128: frugal(32, 64, 4), 256: frugal(16, 16, 4)},
 }
-HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {}
+HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
+    ("sm80", 16, DQ): {128: frugal(32, 32, 8)},
+    ("sm80", 16, DKDV): {64: frugal(32, 32, 8), 128: frugal(32, 32, 8)},
+    ("sm90", 16, ROWS): {128: frugal(64, 32, 8)},
+    ("sm90", 16, DKDV): {128: frugal(32, 32, 8)},
+}
+# With three or more.
+HEAVIEST: dict[tuple[str, int, str], dict[int, Config]] = {
+    ("sm80", 16, ROWS): {128: frugal(16, 32, 4)},
+    ("sm80", 16, DQ): {128: frugal(16, 32, 4)},
+    ("sm80", 16, DKDV): {128: frugal(16, 16, 4)},
+    ("sm90", 16, ROWS): {128: frugal(16, 32, 4)},
+    ("sm90", 16, DQ): {128: frugal(16, 16, 4)},
+    ("sm90", 16, DKDV): {128: frugal(16, 16, 4)},
+}
 for _arch in ("sm80", "sm90", "sm100", "gfx942"):
     TABLE[_arch, 16, FORWARD] = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)}
     TABLE[_arch, 32, FORWARD] = {64: Config(32, 32, 8, 1)}
     TABLE |= {(_arch, 32, purpose): {64: frugal(32, 32, 8)} for purpose in (ROWS, DQ, DKDV)}
 # Of the interpreter: every loop takes several turns at the shapes of a test.
-TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, ROWS, DQ, DKDV)}
+TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DQ, DKDV)}
+TABLE |= {("interpreter", bits, ROWS): {256: Config(64, 32, 1, 1)} for bits in (16, 32)}  # fewer of them lie in the padding
 RELATIVES = {"sm86": "sm80", "sm120": "sm80"}
 
 # Where the table's choice does not fit: the first of these that does.
@@ -80,8 +95,11 @@ def choose(arch: str, limit: int, bits: int, purpose: str, used: frozenset[str],
     """The table's config, or the first smaller one whose shared memory is within `limit` bytes."""
     key = RELATIVES.get(arch, arch), bits, purpose
     row = TABLE[key]
-    if used & HEAVIER:
+    heavy = len(used & HEAVIER)
+    if heavy:
         row = {**row, **HEAVY_TABLE.get(key, {})}
+    if heavy > 2:
+        row = {**row, **HEAVIEST.get(key, {})}
     found = row[min(dim for dim in row if dim >= max(block_d, block_dv))]
     candidates = (found, *SMALLER)
     found = next(c for c in candidates if c is SMALLER[-1] or shared_bytes(c, arch, bits, purpose, block_d, block_dv) <= limit)
