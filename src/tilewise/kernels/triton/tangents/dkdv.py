@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from ..launch import RUNTIME
-from ..tiles import NEG_INF, ROW_BLOCK, hide_rows, load_matrix, load_tile, query_tile_range, store_tile, used_length
+from ..tiles import NEG_INF, ROW_BLOCK, load_matrix, load_tile, query_tile_range, store_tile, used_length
 from .steps import (
     OWN,
     drop_pairs,
     kept_pairs,
     load_moving,
+    load_seen,
     matrix_at,
     moving_probability_gradients,
     moving_product_gradients,
@@ -60,20 +61,20 @@ def walk_queries(
         if WANT_DV:
             if do is not None:
                 if MASKED and SANITIZE:
-                    do_tile = hide_rows(do_tile, s != NEG_INF, 0)
+                    do_tile = load_seen(do, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_DV, DV, FRUGAL)
                 tdv = tl.dot(drop_pairs(tp, keep).to(do_tile.dtype), do_tile, tdv, input_precision=PRECISION)  # [N, DV]
             if tdo is not None:
                 if MASKED and SANITIZE:
-                    tdo_tile = hide_rows(tdo_tile, s != NEG_INF, 0)
+                    tdo_tile = load_seen(tdo, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_DV, DV, FRUGAL)
                 tdv = tl.dot(drop_pairs(p, keep).to(tdo_tile.dtype), tdo_tile, tdv, input_precision=PRECISION)
         if WANT_DK:
             ds, tds = moving_product_gradients(s, ds, tds, traw, ratio, rules, MASKED)
             if MASKED and SANITIZE:
-                q_tile = hide_rows(q_tile, s != NEG_INF, 0)
+                q_tile = load_seen(q, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_D, D, FRUGAL)
             tdk = tl.dot(tds.to(q_tile.dtype), q_tile, tdk, input_precision=PRECISION)  # [N, D]
             if tq is not None:
                 if MASKED and SANITIZE:
-                    tq_tile = hide_rows(tq_tile, s != NEG_INF, 0)
+                    tq_tile = load_seen(tq, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_D, D, FRUGAL)
                 tdk = tl.dot(ds.to(tq_tile.dtype), tq_tile, tdk, input_precision=PRECISION)
     return tdk, tdv, bias_cols
 

@@ -10,7 +10,6 @@ from ..tiles import (
     NEG_INF,
     ROW_BLOCK,
     distances,
-    hide_rows,
     inside_matrix,
     key_tile_range,
     load_matrix,
@@ -23,6 +22,7 @@ from .steps import (
     OWN,
     kept_pairs,
     load_moving,
+    load_seen,
     matrix_at,
     moving_probability_gradients,
     moving_product_gradients,
@@ -68,11 +68,11 @@ def walk_keys(
         if WANT_DQ:
             ds, tds = moving_product_gradients(s, ds, tds, traw, ratio, rules, MASKED)
             if MASKED and SANITIZE:
-                k_tile = hide_rows(k_tile, s != NEG_INF, 0)
+                k_tile = load_seen(k, n0, len_k, s != NEG_INF, BLOCK_N, BLOCK_D, D, FRUGAL)
             tdq = tl.dot(tds.to(k_tile.dtype), k_tile, tdq, input_precision=PRECISION)  # [M, D]
             if tk is not None:
                 if MASKED and SANITIZE:
-                    tk_tile = hide_rows(tk_tile, s != NEG_INF, 0)
+                    tk_tile = load_seen(tk, n0, len_k, s != NEG_INF, BLOCK_N, BLOCK_D, D, FRUGAL)
                 tdq = tl.dot(ds.to(tk_tile.dtype), tk_tile, tdq, input_precision=PRECISION)
     return tdq, bias_rows, slope_rows
 

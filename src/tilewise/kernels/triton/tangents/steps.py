@@ -10,7 +10,7 @@ a, ta, b, tb are the factors of a tile of products a b^T and how they move; numb
 import triton
 import triton.language as tl
 
-from ..tiles import NEG_INF, distances, dropout_keep, head_of, load_tile, matrix_of, probabilities, scores
+from ..tiles import NEG_INF, distances, dropout_keep, head_of, load_tile, matrix_of, probabilities, scores, tile_pointers
 
 # Arguments that only these kernels have, on whose values nothing compiled depends.
 OWN = [f"stride_{x}{dim}" for x in ("tq", "tk", "tv", "to", "tdo", "tdq", "tdk", "tdv") for dim in "bhsd"]
@@ -54,6 +54,19 @@ def load_moving(
     if source is not None:
         tile = load_tile(source, row0, row_end, ROWS, COLS, DIM, False, GUARD, FRUGAL)
     return tile
+
+
+@triton.jit
+def load_seen(
+    source, row0, row_end, seen, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, FRUGAL: tl.constexpr
+):  # fmt: skip
+    """Rows that something in this tile of scores sees, and zeros for the others: 0 times what those hold could be NaN. [ROWS, COLS]
+
+    Read again, where `hide_rows` would keep the tile in registers until the scores are known: with their tangents they are four.
+    """
+    visible = (tl.max(seen.to(tl.int32), 0) > 0) & (row0 + tl.arange(0, ROWS) < row_end)
+    inside = visible[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
+    return tl.load(tile_pointers(source, row0, ROWS, COLS, FRUGAL), mask=inside, other=0.0)
 
 
 @triton.jit
