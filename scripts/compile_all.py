@@ -314,6 +314,10 @@ def matrix() -> Iterator[Case]:
             if target in ("sm80", "sm90"):
                 yield from (Case(kernel, target, 128, "bf16", features) for features in FEATURES[2:])
         yield from (Case(kernel, target, 128, "bf16", "causal") for kernel in KERNELS if kernel not in WALKS)
+        for kernel in TANGENTS:
+            yield from (Case(kernel, target, dim, "bf16", "causal") for dim in (64, 256))
+            yield Case(kernel, target, 128, "bf16", "plain")
+            yield Case(kernel, target, 64, "fp32", "causal")
 
 
 def sample() -> Iterator[Case]:
@@ -325,6 +329,9 @@ def sample() -> Iterator[Case]:
         yield Case(kernel, "sm90", 128, "bf16", "plain")
         yield Case(kernel, "sm90", 64, "bf16", "causal")
         yield Case(kernel, "sm80", 64, "fp16", "everything")
+    for kernel in ("row_tangents", "attention_dq_tangent", "attention_dkdv_tangent"):
+        yield Case(kernel, "sm90", 128, "bf16", "plain")
+        yield Case(kernel, "sm90", 64, "bf16", "causal")
 
 
 def main() -> int:

@@ -297,7 +297,8 @@ def test_a_named_backend_without_tangents_raises() -> None:
     assert plan.select(t, plain, "auto", request=second, target=gpu).backend == "triton"
     shared = replace(t, bias=torch.zeros(1, 2, 32, 32).half())
     assert plan.select(shared, plain, "auto", request=replace(second, needs=frozenset({"q"})), target=gpu).backend == "triton"
-    chosen = plan.select(replace(t, bias=torch.zeros(1, 1, 32, 32).half()), plain, "auto", request=replace(second, needs=frozenset({"bias"})), target=gpu, warn=False)
+    second, shared = replace(second, needs=frozenset({"bias"})), replace(t, bias=torch.zeros(1, 1, 32, 32).half())
+    chosen = plan.select(shared, plain, "auto", request=second, target=gpu, warn=False)
     assert chosen.backend == "tiled" and "a bias of all queries and keys that batch items or heads share" in dict(chosen.declined)["triton"]
 
 

@@ -100,9 +100,7 @@ class MovingBackward:
             dsink.copy_(partial.sum((0, 2)))
         return rows
 
-    def dq(
-        self, rows: MovingRows, tdq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None
-    ) -> None:
+    def dq(self, rows: MovingRows, tdq: Tensor | None, bias_rows: Tensor | None, slope_rows: Tensor | None, dbias: Tensor | None) -> None:
         call, config = self.call, config_of(self.call, DQ)
         programs = triton.cdiv(call.size_q, config.block_m) * call.batch * call.heads
         align = matrix_alignment(dbias)

@@ -1,4 +1,4 @@
-"""Tile shapes of the tangents' kernels, as data, and the shared memory that they take: operands and their tangents, twice what a pass holds.
+"""Tile shapes of the tangents' kernels, as data, and the shared memory that they take: operands and tangents, twice what a pass holds.
 
 Those of the tangent of the backward pass were compiled and not measured: they are the largest that keep what a thread holds in registers.
 """
@@ -36,7 +36,7 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm90", 16, DKDV): {64: frugal(32, 64, 4, 2), 128: frugal(16, 64, 8), 256: frugal(16, 32, 8)},
     ("sm100", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 8, 2), 256: frugal(64, 32, 8)},
     ("sm100", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(64, 32, 8)},
-    ("sm100", 16, DKDV): {64: frugal(64, 64, 8, 2), 128: frugal(64, 64, 8), 256: frugal(32, 64, 8)},
+    ("sm100", 16, DKDV): {64: frugal(64, 64, 8, 2), 128: frugal(32, 64, 8), 256: frugal(32, 64, 8)},
     ("gfx942", 16, ROWS): {128: frugal(64, 32, 4), 256: frugal(16, 16, 4)},
     ("gfx942", 16, DQ): {128: frugal(64, 32, 4), 256: frugal(16, 16, 4)},
     ("gfx942", 16, DKDV): {128: frugal(32, 64, 4), 256: frugal(16, 16, 4)},

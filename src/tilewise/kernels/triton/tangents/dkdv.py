@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..launch import RUNTIME
-from ..tiles import NEG_INF, ROW_BLOCK, load_matrix, load_tile, query_tile_range, store_tile, used_length
+from ..tiles import NEG_INF, ROW_BLOCK, head_of, load_matrix, load_tile, query_tile_range, store_tile, used_length
 from .steps import (
     OWN,
     drop_pairs,
@@ -19,7 +19,6 @@ from .steps import (
     moving_score_gradients,
     moving_scores,
     slope_at,
-    source_of,
 )
 
 
@@ -47,7 +46,7 @@ def walk_queries(
         if rest_ptr is not None:
             rest = tl.load(rest_ptr + offs_m)[None, :]
         lse, tlse = tl.load(lse_ptr + offs_m)[None, :], tl.load(tlse_ptr + offs_m)[None, :]  # each [1, M]
-        s, p, ts, traw, ratio = moving_scores(
+        s, p, ts, traw, capped = moving_scores(
             k, tk, q_tile, tq_tile, lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, SANITIZE, True, CUT, MASKED, PRECISION)  # fmt: skip
         do_tile = load_moving(do, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, FRUGAL)  # [M, DV]
@@ -59,20 +58,20 @@ def walk_queries(
         if WANT_COLS:
             bias_cols += tl.sum(tds, 1)
         if WANT_DV:
-            if do is not None:
+            if do[0] is not None:
                 if MASKED and SANITIZE:
                     do_tile = load_seen(do, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_DV, DV, FRUGAL)
                 tdv = tl.dot(drop_pairs(tp, keep).to(do_tile.dtype), do_tile, tdv, input_precision=PRECISION)  # [N, DV]
-            if tdo is not None:
+            if tdo[0] is not None:
                 if MASKED and SANITIZE:
                     tdo_tile = load_seen(tdo, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_DV, DV, FRUGAL)
                 tdv = tl.dot(drop_pairs(p, keep).to(tdo_tile.dtype), tdo_tile, tdv, input_precision=PRECISION)
         if WANT_DK:
-            ds, tds = moving_product_gradients(s, ds, tds, traw, ratio, rules, MASKED)
+            ds, tds = moving_product_gradients(s, ds, tds, traw, capped, rules, MASKED)
             if MASKED and SANITIZE:
                 q_tile = load_seen(q, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_D, D, FRUGAL)
             tdk = tl.dot(tds.to(q_tile.dtype), q_tile, tdk, input_precision=PRECISION)  # [N, D]
-            if tq is not None:
+            if tq[0] is not None:
                 if MASKED and SANITIZE:
                     tq_tile = load_seen(tq, m0, len_q, s != NEG_INF, BLOCK_M, BLOCK_D, D, FRUGAL)
                 tdk = tl.dot(ds.to(tq_tile.dtype), tq_tile, tdk, input_precision=PRECISION)
@@ -81,8 +80,8 @@ def walk_queries(
 
 @triton.jit
 def one_head(
-    tdk, tdv, k, tk, v, tv, arrays, matrices, slopes, rows, bias_cols_ptr, b, h, n0, heads, row_blocks, size_k, span, scale, softcap, seed_ptr,
-    dropout_threshold, keep_scale,
+    tdk, tdv, k, tk, v, tv, arrays, matrices, slopes, rows, bias_cols_ptr, b, h, n0, heads, row_blocks, size_k, span, scale, softcap,
+    seed_ptr, dropout_threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
     SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr,
@@ -90,14 +89,22 @@ def one_head(
     """What one query head adds to the tangents of dK and dV of a tile of keys, and its own sums over queries for a bias that all share."""
     len_k, window_left, window_right = span[1], span[2], span[3]
     at_q = (b, h, None)
-    q, tq = source_of(arrays[0], at_q, ALIGN), source_of(arrays[1], at_q, ALIGN)
-    do, tdo = source_of(arrays[2], at_q, ALIGN), source_of(arrays[3], at_q, ALIGN)
-    bias, mask, tbias = matrix_at(matrices[0], b, h, BIAS_ALIGN), matrix_at(matrices[1], b, h, MASK_ALIGN), matrix_at(matrices[2], b, h, 1)
-    rules = (scale, softcap, slope_at(slopes[0], b, h, slopes[1], slopes[2]), None)
-    tslope = slope_at(slopes[3], b, h, slopes[4], slopes[5])
-    drop, rest = None, None
+    x, tx, y, ty = arrays
+    q = (head_of(x[0], at_q, x[1], x[2], x[3], ALIGN, False), x[3] * ALIGN, x[4], at_q)
+    tq = (None if tx[0] is None else head_of(tx[0], at_q, tx[1], tx[2], tx[3], ALIGN, False), tx[3] * ALIGN, tx[4], at_q)
+    do = (None if y[0] is None else head_of(y[0], at_q, y[1], y[2], y[3], ALIGN, False), y[3] * ALIGN, y[4], at_q)
+    tdo = (None if ty[0] is None else head_of(ty[0], at_q, ty[1], ty[2], ty[3], ALIGN, False), ty[3] * ALIGN, ty[4], at_q)
+    bias = matrix_at(matrices[0], b, h, BIAS_ALIGN)
+    mask = matrix_at(matrices[1], b, h, MASK_ALIGN)
+    tbias = matrix_at(matrices[2], b, h, 1)
+    slope, tslope, drop, rest = None, None, None, None
+    if slopes[0] is not None:
+        slope = slope_at(slopes[0], b, h, slopes[1], slopes[2])
+    if slopes[3] is not None:
+        tslope = slope_at(slopes[3], b, h, slopes[4], slopes[5])
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+    rules = (scale, softcap, slope, None)
     head = (b * heads + h).to(tl.int64)
     first = head * (row_blocks * ROW_BLOCK)
     if rows[1] is not None:
@@ -153,10 +160,20 @@ def attention_dkdv_tangent(
     len_q, len_k = used_length(seqused_q_ptr, b, size_q), used_length(seqused_k_ptr, b, size_k)
     span = (len_q, len_k, window_left, window_right)
     at_k = (b, head_k, None)
-    k_source = source_of((k_ptr, stride_kb, stride_kh, stride_ks, stride_kd), at_k, ALIGN)
-    tk_source = source_of((tk_ptr, stride_tkb, stride_tkh, stride_tks, stride_tkd), at_k, ALIGN)
-    v_source = source_of((v_ptr, stride_vb, stride_vh, stride_vs, stride_vd), at_k, ALIGN)
-    tv_source = source_of((tv_ptr, stride_tvb, stride_tvh, stride_tvs, stride_tvd), at_k, ALIGN)
+    k_source = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
+    tk_source = (
+        None if tk_ptr is None else head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False),
+        stride_tks * ALIGN,
+        stride_tkd,
+        at_k,
+    )
+    v_source = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
+    tv_source = (
+        None if tv_ptr is None else head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False),
+        stride_tvs * ALIGN,
+        stride_tvd,
+        at_k,
+    )
     k = load_tile(k_source, n0, len_k, BLOCK_N, BLOCK_D, D, False, True)  # [N, D]
     tk = load_moving(tk_source, n0, len_k, BLOCK_N, BLOCK_D, D, True, False)
     v = load_tile(v_source, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, True)  # [N, DV]
@@ -190,8 +207,8 @@ def attention_dkdv_tangent(
             tdk_ptr is not None, tdv_ptr is not None, ALIGN, BIAS_ALIGN, MASK_ALIGN, SANITIZE, DENSE, PRECISION, FRUGAL)  # fmt: skip
     used = (n0 + tl.arange(0, BLOCK_N) < len_k)[:, None]
     if tdk_ptr is not None:
-        target = source_of((tdk_ptr, stride_tdkb, stride_tdkh, stride_tdks, stride_tdkd), at_k, ALIGN)
+        target = (head_of(tdk_ptr, at_k, stride_tdkb, stride_tdkh, stride_tdks, ALIGN, False), stride_tdks * ALIGN, stride_tdkd, at_k)
         store_tile(target, tl.where(used, tdk * scale, 0.0), n0, size_k, BLOCK_N, BLOCK_D, D)
     if tdv_ptr is not None:
-        target = source_of((tdv_ptr, stride_tdvb, stride_tdvh, stride_tdvs, stride_tdvd), at_k, ALIGN)
+        target = (head_of(tdv_ptr, at_k, stride_tdvb, stride_tdvh, stride_tdvs, ALIGN, False), stride_tdvs * ALIGN, stride_tdvd, at_k)
         store_tile(target, tl.where(used, tdv * keep_scale, 0.0), n0, size_k, BLOCK_N, BLOCK_DV, DV)

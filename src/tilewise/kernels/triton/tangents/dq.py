@@ -10,6 +10,7 @@ from ..tiles import (
     NEG_INF,
     ROW_BLOCK,
     distances,
+    head_of,
     inside_matrix,
     key_tile_range,
     load_matrix,
@@ -29,14 +30,13 @@ from .steps import (
     moving_score_gradients,
     moving_scores,
     slope_at,
-    source_of,
 )
 
 
 @triton.jit
 def walk_keys(
-    tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, drop,
-    keep_scale, dbias,
+    tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask,
+    tbias, tslope, drop, keep_scale, dbias,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WANT_DQ: tl.constexpr, WANT_BIAS_ROWS: tl.constexpr, WANT_SLOPE_ROWS: tl.constexpr,
     SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, FRUGAL: tl.constexpr, CUT: tl.constexpr,
@@ -51,7 +51,7 @@ def walk_keys(
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
-        s, p, ts, traw, ratio = moving_scores(
+        s, p, ts, traw, capped = moving_scores(
             q, tq, k_tile, tk_tile, lse, rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT, FRUGAL)  # [N, DV]
@@ -66,11 +66,11 @@ def walk_keys(
         if dbias is not None:
             tl.store(matrix_pointers(dbias, offs_m, offs_n), tds, mask=inside_matrix(offs_m, offs_n, span, CUT))
         if WANT_DQ:
-            ds, tds = moving_product_gradients(s, ds, tds, traw, ratio, rules, MASKED)
+            ds, tds = moving_product_gradients(s, ds, tds, traw, capped, rules, MASKED)
             if MASKED and SANITIZE:
                 k_tile = load_seen(k, n0, len_k, s != NEG_INF, BLOCK_N, BLOCK_D, D, FRUGAL)
             tdq = tl.dot(tds.to(k_tile.dtype), k_tile, tdq, input_precision=PRECISION)  # [M, D]
-            if tk is not None:
+            if tk[0] is not None:
                 if MASKED and SANITIZE:
                     tk_tile = load_seen(tk, n0, len_k, s != NEG_INF, BLOCK_N, BLOCK_D, D, FRUGAL)
                 tdq = tl.dot(ds.to(tk_tile.dtype), tk_tile, tdq, input_precision=PRECISION)
@@ -112,28 +112,56 @@ def attention_dq_tangent(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     inside = offs_m < len_q
     at_q, at_k = (b, h, None), (b, h // group, None)
-    k = source_of((k_ptr, stride_kb, stride_kh, stride_ks, stride_kd), at_k, ALIGN)
-    tk = source_of((tk_ptr, stride_tkb, stride_tkh, stride_tks, stride_tkd), at_k, ALIGN)
-    v = source_of((v_ptr, stride_vb, stride_vh, stride_vs, stride_vd), at_k, ALIGN)
-    tv = source_of((tv_ptr, stride_tvb, stride_tvh, stride_tvs, stride_tvd), at_k, ALIGN)
+    k = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
+    tk = (
+        None if tk_ptr is None else head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False),
+        stride_tks * ALIGN,
+        stride_tkd,
+        at_k,
+    )
+    v = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
+    tv = (
+        None if tv_ptr is None else head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False),
+        stride_tvs * ALIGN,
+        stride_tvd,
+        at_k,
+    )
     bias = matrix_at((bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n), b, h, BIAS_ALIGN)
     mask = matrix_at((mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n), b, h, MASK_ALIGN)
     tbias = matrix_at((tbias_ptr, stride_tbias_b, stride_tbias_h, stride_tbias_m, stride_tbias_n), b, h, 1)
     dbias = matrix_at((dbias_ptr, stride_dbias_b, stride_dbias_h, stride_dbias_m, stride_dbias_n), b, h, DBIAS_ALIGN)
-    rules = (scale, softcap, slope_at(slopes_ptr, b, h, stride_slopes_b, stride_slopes_h), None)
-    tslope = slope_at(tslopes_ptr, b, h, stride_tslopes_b, stride_tslopes_h)
-    drop, rest = None, None
+    slope, tslope, drop, rest = None, None, None, None
+    if slopes_ptr is not None:
+        slope = slope_at(slopes_ptr, b, h, stride_slopes_b, stride_slopes_h)
+    if tslopes_ptr is not None:
+        tslope = slope_at(tslopes_ptr, b, h, stride_tslopes_b, stride_tslopes_h)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+    rules = (scale, softcap, slope, None)
     rows = bh.to(tl.int64) * (row_blocks * ROW_BLOCK) + offs_m
     if rest_ptr is not None:
         rest = tl.load(rest_ptr + rows)[:, None]
     lse, tlse = tl.load(row_lse_ptr + rows)[:, None], tl.load(row_tlse_ptr + rows)[:, None]  # each [M, 1]
     delta, tdelta = tl.load(delta_ptr + rows)[:, None], tl.load(tdelta_ptr + rows)[:, None]
-    q_source = source_of((q_ptr, stride_qb, stride_qh, stride_qs, stride_qd), at_q, ALIGN)
-    tq_source = source_of((tq_ptr, stride_tqb, stride_tqh, stride_tqs, stride_tqd), at_q, ALIGN)
-    do_source = source_of((do_ptr, stride_dob, stride_doh, stride_dos, stride_dod), at_q, ALIGN)
-    tdo_source = source_of((tdo_ptr, stride_tdob, stride_tdoh, stride_tdos, stride_tdod), at_q, ALIGN)
+    q_source = (head_of(q_ptr, at_q, stride_qb, stride_qh, stride_qs, ALIGN, False), stride_qs * ALIGN, stride_qd, at_q)
+    tq_source = (
+        None if tq_ptr is None else head_of(tq_ptr, at_q, stride_tqb, stride_tqh, stride_tqs, ALIGN, False),
+        stride_tqs * ALIGN,
+        stride_tqd,
+        at_q,
+    )
+    do_source = (
+        None if do_ptr is None else head_of(do_ptr, at_q, stride_dob, stride_doh, stride_dos, ALIGN, False),
+        stride_dos * ALIGN,
+        stride_dod,
+        at_q,
+    )
+    tdo_source = (
+        None if tdo_ptr is None else head_of(tdo_ptr, at_q, stride_tdob, stride_tdoh, stride_tdos, ALIGN, False),
+        stride_tdos * ALIGN,
+        stride_tdod,
+        at_q,
+    )
     q = load_tile(q_source, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
     tq = load_moving(tq_source, m0, len_q, BLOCK_M, BLOCK_D, D, True, False)
     do = load_moving(do_source, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, False)  # [M, DV]
@@ -145,12 +173,12 @@ def attention_dq_tangent(
     for part in tl.static_range(3):
         if part > 0 or window_left is not None:
             tdq, bias_rows, slope_rows = walk_keys(
-                tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, ends[part], ends[part + 1], span, rules, bias, mask,
-                tbias, tslope, drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, tdq_ptr is not None,
-                bias_rows_ptr is not None, slope_rows_ptr is not None, SANITIZE, DENSE, PRECISION, FRUGAL, part != 1)  # fmt: skip
+                tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, ends[part],
+                ends[part + 1], span, rules, bias, mask, tbias, tslope, drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+                tdq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None, SANITIZE, DENSE, PRECISION, FRUGAL, part != 1)  # fmt: skip
 
     if tdq_ptr is not None:
-        target = source_of((tdq_ptr, stride_tdqb, stride_tdqh, stride_tdqs, stride_tdqd), at_q, ALIGN)
+        target = (head_of(tdq_ptr, at_q, stride_tdqb, stride_tdqh, stride_tdqs, ALIGN, False), stride_tdqs * ALIGN, stride_tdqd, at_q)
         store_tile(target, tl.where(inside[:, None], tdq * scale, 0.0), m0, size_q, BLOCK_M, BLOCK_D, D)
     sums = bh.to(tl.int64) * size_q + offs_m
     if bias_rows_ptr is not None:

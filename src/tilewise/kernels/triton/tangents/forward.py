@@ -34,6 +34,7 @@ from .steps import OWN, drop_pairs, kept_pairs, load_moving, moving_scores
 if TYPE_CHECKING:
     from ....plan import Operands, Outputs, Rules, Saved, Tangents
 
+
 @triton.jit
 def walk_keys(
     acc, tl_sum, q, tq, lse, rest, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, drop,
@@ -50,7 +51,7 @@ def walk_keys(
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
-        s, p, ts, _traw, _ratio = moving_scores(
+        s, p, ts, _traw, _capped = moving_scores(
             q, tq, k_tile, tk_tile, lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         if MASKED:
@@ -63,7 +64,7 @@ def walk_keys(
         if MASKED and SANITIZE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(w.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
-        if tv is not None:
+        if tv[0] is not None:
             tv_tile = load_tile(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT)
             if MASKED and SANITIZE:
                 tv_tile = hide_rows(tv_tile, s != NEG_INF, 0)
@@ -109,14 +110,16 @@ def attention_jvp(
     v_head = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
     out_head = (head_of(out_ptr, at_q, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at_q)
     tout_head = (head_of(tout_ptr, at_q, stride_tob, stride_toh, stride_tos, ALIGN, False), stride_tos * ALIGN, stride_tod, at_q)
-    tq, tk_head, tv_head, bias, mask, tbias, slope, tslope, drop, rest = None, None, None, None, None, None, None, None, None, None
+    tq, bias, mask, tbias, slope, tslope, drop, rest = None, None, None, None, None, None, None, None
     if tq_ptr is not None:
         tq_head = (head_of(tq_ptr, at_q, stride_tqb, stride_tqh, stride_tqs, ALIGN, False), stride_tqs * ALIGN, stride_tqd, at_q)
         tq = load_tile(tq_head, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
-    if tk_ptr is not None:
-        tk_head = (head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False), stride_tks * ALIGN, stride_tkd, at_k)
-    if tv_ptr is not None:
-        tv_head = (head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False), stride_tvs * ALIGN, stride_tvd, at_k)
+    tk_head = (
+        None if tk_ptr is None else head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False), stride_tks * ALIGN,
+        stride_tkd, at_k)  # fmt: skip
+    tv_head = (
+        None if tv_ptr is None else head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False), stride_tvs * ALIGN,
+        stride_tvd, at_k)  # fmt: skip
     if bias_ptr is not None:
         bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
     if mask_ptr is not None:

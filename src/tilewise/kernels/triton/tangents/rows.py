@@ -15,13 +15,12 @@ import triton
 import triton.language as tl
 
 from ..launch import RUNTIME
-from ..tiles import LOG2E, NEG_INF, ROW_BLOCK, key_tile_range, load_matrix, load_tile, used_length
-from .steps import OWN, kept_pairs, load_moving, matrix_at, moving_probability_gradients, moving_scores, slope_at, source_of
+from ..tiles import LOG2E, NEG_INF, ROW_BLOCK, head_of, key_tile_range, load_matrix, load_tile, used_length
+from .steps import OWN, kept_pairs, load_moving, matrix_at, moving_probability_gradients, moving_scores, slope_at
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....plan import Cotangents
 
 class MovingRows(NamedTuple):
     """Of each query, and how it moves: float32 (B, Hq, Sq padded to ROW_BLOCK), neutral for queries that see nothing."""
@@ -49,7 +48,7 @@ def sum_over_keys(
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
         tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
-        s, p, ts, _traw, _ratio = moving_scores(
+        s, p, ts, _traw, _capped = moving_scores(
             q, tq, k_tile, tk_tile, lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
             SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT, FRUGAL)  # [N, DV]
@@ -100,18 +99,31 @@ def row_tangents(
     offs_m = m0 + tl.arange(0, BLOCK_M)
     inside = offs_m < len_q
     at_q, at_k = (b, h, None), (b, h // group, None)
-    k = source_of((k_ptr, stride_kb, stride_kh, stride_ks, stride_kd), at_k, ALIGN)
-    tk = source_of((tk_ptr, stride_tkb, stride_tkh, stride_tks, stride_tkd), at_k, ALIGN)
-    v = source_of((v_ptr, stride_vb, stride_vh, stride_vs, stride_vd), at_k, ALIGN)
-    tv = source_of((tv_ptr, stride_tvb, stride_tvh, stride_tvs, stride_tvd), at_k, ALIGN)
+    k = (head_of(k_ptr, at_k, stride_kb, stride_kh, stride_ks, ALIGN, False), stride_ks * ALIGN, stride_kd, at_k)
+    tk = (
+        None if tk_ptr is None else head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False),
+        stride_tks * ALIGN,
+        stride_tkd,
+        at_k,
+    )
+    v = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
+    tv = (
+        None if tv_ptr is None else head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False),
+        stride_tvs * ALIGN,
+        stride_tvd,
+        at_k,
+    )
     bias = matrix_at((bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n), b, h, BIAS_ALIGN)
     mask = matrix_at((mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n), b, h, MASK_ALIGN)
     tbias = matrix_at((tbias_ptr, stride_tbias_b, stride_tbias_h, stride_tbias_m, stride_tbias_n), b, h, 1)
-    rules = (scale, softcap, slope_at(slopes_ptr, b, h, stride_slopes_b, stride_slopes_h), None)
-    tslope = slope_at(tslopes_ptr, b, h, stride_tslopes_b, stride_tslopes_h)
-    drop, rest, rest_log2 = None, None, None
+    slope, tslope, drop, rest, rest_log2 = None, None, None, None, None
+    if slopes_ptr is not None:
+        slope = slope_at(slopes_ptr, b, h, stride_slopes_b, stride_slopes_h)
+    if tslopes_ptr is not None:
+        tslope = slope_at(tslopes_ptr, b, h, stride_tslopes_b, stride_tslopes_h)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
+    rules = (scale, softcap, slope, None)
     row, padded_row = bh.to(tl.int64) * size_q, bh.to(tl.int64) * (row_blocks * ROW_BLOCK)
     saved = tl.load(lse_ptr + row + offs_m, mask=inside, other=NEG_INF)
     empty = saved == NEG_INF
@@ -119,17 +131,32 @@ def row_tangents(
     if rest_ptr is not None:
         rest_log2 = tl.load(rest_ptr + padded_row + offs_m)
         rest = rest_log2[:, None]
-    q_source = source_of((q_ptr, stride_qb, stride_qh, stride_qs, stride_qd), at_q, ALIGN)
-    tq_source = source_of((tq_ptr, stride_tqb, stride_tqh, stride_tqs, stride_tqd), at_q, ALIGN)
-    do_source = source_of((do_ptr, stride_dob, stride_doh, stride_dos, stride_dod), at_q, ALIGN)
-    tdo_source = source_of((tdo_ptr, stride_tdob, stride_tdoh, stride_tdos, stride_tdod), at_q, ALIGN)
+    q_source = (head_of(q_ptr, at_q, stride_qb, stride_qh, stride_qs, ALIGN, False), stride_qs * ALIGN, stride_qd, at_q)
+    tq_source = (
+        None if tq_ptr is None else head_of(tq_ptr, at_q, stride_tqb, stride_tqh, stride_tqs, ALIGN, False),
+        stride_tqs * ALIGN,
+        stride_tqd,
+        at_q,
+    )
+    do_source = (
+        None if do_ptr is None else head_of(do_ptr, at_q, stride_dob, stride_doh, stride_dos, ALIGN, False),
+        stride_dos * ALIGN,
+        stride_dod,
+        at_q,
+    )
+    tdo_source = (
+        None if tdo_ptr is None else head_of(tdo_ptr, at_q, stride_tdob, stride_tdoh, stride_tdos, ALIGN, False),
+        stride_tdos * ALIGN,
+        stride_tdod,
+        at_q,
+    )
     q = load_tile(q_source, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
     tq = load_moving(tq_source, m0, len_q, BLOCK_M, BLOCK_D, D, True, False)
     do = load_moving(do_source, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, False)  # [M, DV]
     tdo = load_moving(tdo_source, m0, len_q, BLOCK_M, BLOCK_DV, DV, True, False)
     origin = tl.zeros([BLOCK_M], tl.float32)
     if do is not None:
-        out_source = source_of((out_ptr, stride_ob, stride_oh, stride_os, stride_od), at_q, ALIGN)
+        out_source = (head_of(out_ptr, at_q, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at_q)
         out = load_tile(out_source, m0, len_q, BLOCK_M, BLOCK_DV, DV, False, True)
         origin = tl.where(empty, 0.0, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1))
 

@@ -1,30 +1,20 @@
 """The steps on one tile that the tangents of both passes share: how products, scores, probabilities and gradients of scores move.
 
-As in `tiles`, what is None is folded away: an operand that stands still costs no product. Scores are NATURAL. Besides the tuples of `tiles` there is
+As in `tiles`, what is None is folded away: an operand that stands still costs no product. Scores are NATURAL. a, ta, b and tb are the
+factors of a tile of products a b^T and how they move; numbers of each query (see `rows`) come as they broadcast to the tile; and besides
+the tuples of `tiles` there is
 
-    array   (ptr, stride_b, stride_h, stride_s, stride_d)   a tensor of heads; a matrix likewise, its last two strides those of m and n
-
-a, ta, b, tb are the factors of a tile of products a b^T and how they move; numbers of each query (`rows`) come as they broadcast to the tile.
+    array   (ptr, stride_b, stride_h, stride_m, stride_n)   a bias or mask, or how a bias moves; of heads, with strides of s and d
 """
 
 import triton
 import triton.language as tl
 
-from ..tiles import NEG_INF, distances, dropout_keep, head_of, load_tile, matrix_of, probabilities, scores, tile_pointers
+from ..tiles import NEG_INF, distances, dropout_keep, load_tile, matrix_of, probabilities, scores, tile_pointers
 
 # Arguments that only these kernels have, on whose values nothing compiled depends.
 OWN = [f"stride_{x}{dim}" for x in ("tq", "tk", "tv", "to", "tdo", "tdq", "tdk", "tdv") for dim in "bhsd"]
 OWN += [*(f"stride_tbias_{dim}" for dim in "bhmn"), "stride_tslopes_b", "stride_tslopes_h"]
-
-
-@triton.jit
-def source_of(array, at, ALIGN: tl.constexpr):
-    """One head of one batch item, as `load_tile` takes it, or None."""
-    ptr, stride_b, stride_h, stride_s, stride_d = array
-    source = None
-    if ptr is not None:
-        source = (head_of(ptr, at, stride_b, stride_h, stride_s, ALIGN, False), stride_s * ALIGN, stride_d, at)
-    return source
 
 
 @triton.jit
@@ -39,19 +29,16 @@ def matrix_at(array, b, h, ALIGN: tl.constexpr):
 
 @triton.jit
 def slope_at(ptr, b, h, stride_b, stride_h):
-    slope = None
-    if ptr is not None:
-        slope = tl.load(ptr + b * stride_b + h * stride_h).to(tl.float32)
-    return slope
+    return tl.load(ptr + b * stride_b + h * stride_h).to(tl.float32)
 
 
 @triton.jit
 def load_moving(
     source, row0, row_end, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, GUARD: tl.constexpr, FRUGAL: tl.constexpr
 ):
-    """`load_tile` of what may not be there."""
+    """`load_tile` of what may not be there: the start of its source is then None."""
     tile = None
-    if source is not None:
+    if source[0] is not None:
         tile = load_tile(source, row0, row_end, ROWS, COLS, DIM, False, GUARD, FRUGAL)
     return tile
 
@@ -87,14 +74,14 @@ def moving_scores(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores, -inf where hidden; their probabilities; how scores move, before the mask; and for the second derivative of the softcap how
-    the scaled products move, and the tanh of the cap or None."""
+    the scaled products move, and the capped products."""
     scale, softcap, _, _ = rules
     qk = tl.dot(a, b.T, input_precision=PRECISION)
     s, capped, _ = scores(
         qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, "", "", True, SANITIZE, CHECK_COLS, TRANSPOSED, CUT, MASKED)  # fmt: skip
     p = probabilities(s, lse, rest, None, True)
     traw = product_tangent(a, ta, b, tb, s, PRECISION) * scale
-    ts, ratio = traw, None
+    ts = traw
     if softcap is not None:
         ratio = capped / softcap
         ts *= 1.0 - ratio * ratio
@@ -102,7 +89,7 @@ def moving_scores(
         ts += tbias_tile.to(tl.float32)
     if tslope is not None:
         ts -= tslope * distances(offs_m, offs_n, span, TRANSPOSED)
-    return s, p, ts, traw, ratio
+    return s, p, ts, traw, capped
 
 
 @triton.jit
@@ -147,11 +134,13 @@ def moving_score_gradients(s, p, ts, dp, tdp, tlse, delta, tdelta, MASKED: tl.co
 
 
 @triton.jit
-def moving_product_gradients(s, ds, tds, traw, ratio, rules, MASKED: tl.constexpr):
+def moving_product_gradients(s, ds, tds, traw, capped, rules, MASKED: tl.constexpr):
     """Back through the softcap: ds (1 - tanh^2), whose tangent takes that of tanh, (1 - tanh^2) traw / softcap."""
-    if ratio is not None:
+    softcap = rules[1]
+    if softcap is not None:
+        ratio = capped / softcap
         slope = 1.0 - ratio * ratio
-        tds = (tds - ratio * traw * ds * (2.0 / rules[1])) * slope
+        tds = (tds - ratio * traw * ds * (2.0 / softcap)) * slope
         ds *= slope
         if MASKED:  # the products of hidden pairs may be NaN
             seen = s != NEG_INF
