@@ -30,10 +30,10 @@ def frugal(block_m: int, block_n: int, num_warps: int, num_stages: int = 1) -> C
 TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("sm80", 16, ROWS): {64: frugal(64, 32, 4), 128: frugal(64, 16, 8), 256: frugal(16, 32, 8)},
     ("sm80", 16, DQ): {64: frugal(64, 32, 4), 128: frugal(64, 32, 8), 256: frugal(16, 32, 8)},
-    ("sm80", 16, DKDV): {64: frugal(32, 32, 4), 128: frugal(32, 64, 8), 256: frugal(16, 32, 8)},
+    ("sm80", 16, DKDV): {64: frugal(32, 32, 4), 128: frugal(32, 32, 8), 256: frugal(16, 32, 8)},
     ("sm90", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 4), 256: frugal(16, 32, 8)},
     ("sm90", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(16, 32, 8)},
-    ("sm90", 16, DKDV): {64: frugal(32, 64, 4, 2), 128: frugal(16, 64, 8), 256: frugal(16, 32, 8)},
+    ("sm90", 16, DKDV): {64: frugal(32, 64, 4, 2), 128: frugal(32, 32, 8), 256: frugal(16, 32, 8)},
     ("sm100", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 8, 2), 256: frugal(64, 32, 8)},
     ("sm100", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(64, 32, 8)},
     ("sm100", 16, DKDV): {64: frugal(64, 64, 8, 2), 128: frugal(32, 64, 8), 256: frugal(32, 64, 8)},
@@ -42,19 +42,18 @@ TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
     ("gfx942", 16, DKDV): {128: frugal(32, 64, 4), 256: frugal(16, 16, 4)},
 }
 HEAVY_TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
-    ("sm80", 16, DQ): {128: frugal(32, 32, 8)},
-    ("sm80", 16, DKDV): {64: frugal(32, 32, 8), 128: frugal(32, 32, 8)},
-    ("sm90", 16, ROWS): {128: frugal(64, 32, 8)},
-    ("sm90", 16, DKDV): {128: frugal(32, 32, 8)},
+    ("sm80", 16, DQ): {64: frugal(32, 32, 8), 128: frugal(32, 32, 8)},
+    ("sm80", 16, DKDV): {64: frugal(32, 32, 8)},
+    ("sm90", 16, ROWS): {64: frugal(64, 32, 4), 128: frugal(64, 32, 8)},
+    ("sm90", 16, DQ): {64: frugal(64, 32, 4)},
+    ("sm90", 16, DKDV): {64: frugal(32, 32, 8)},
 }
 # With three or more.
 HEAVIEST: dict[tuple[str, int, str], dict[int, Config]] = {
-    ("sm80", 16, ROWS): {128: frugal(16, 32, 4)},
-    ("sm80", 16, DQ): {128: frugal(16, 32, 4)},
-    ("sm80", 16, DKDV): {128: frugal(16, 16, 4)},
+    ("sm80", 16, ROWS): {64: frugal(32, 32, 8), 128: frugal(16, 32, 4)},
+    ("sm80", 16, DQ): {64: frugal(32, 32, 8), 128: frugal(16, 32, 4)},
     ("sm90", 16, ROWS): {128: frugal(16, 32, 4)},
-    ("sm90", 16, DQ): {128: frugal(16, 16, 4)},
-    ("sm90", 16, DKDV): {128: frugal(16, 16, 4)},
+    ("sm90", 16, DQ): {64: frugal(32, 32, 8), 128: frugal(16, 32, 4)},
 }
 for _arch in ("sm80", "sm90", "sm100", "gfx942"):
     TABLE[_arch, 16, FORWARD] = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)}
@@ -63,6 +62,7 @@ for _arch in ("sm80", "sm90", "sm100", "gfx942"):
 # Of the interpreter: every loop takes several turns at the shapes of a test.
 TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DQ, DKDV)}
 TABLE |= {("interpreter", bits, ROWS): {256: Config(64, 32, 1, 1)} for bits in (16, 32)}  # fewer of them lie in the padding
+# Whose entries an architecture shares.
 RELATIVES = {"sm86": "sm80", "sm120": "sm80"}
 
 # Where the table's choice does not fit: the first of these that does.

@@ -34,8 +34,8 @@ def walk_queries(
     MASKED: tl.constexpr = CUT or DENSE
     len_q = span[0]
     lse_ptr, rest_ptr, tlse_ptr, delta_ptr, tdelta_ptr = rows
-    # A stretch at the ends has few tiles: without a pipeline it leaves registers to the stretch that matters.
-    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if CUT else None, disable_licm=FRUGAL):
+    # What `load_seen` reads depends on the scores of its own turn: Triton 3.6 fails to compile a pipeline over it.
+    for m0 in tl.range(lo, hi, BLOCK_M, num_stages=1 if MASKED else None, disable_licm=FRUGAL):
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, m0, len_q, BLOCK_M, BLOCK_D, D, False, True, FRUGAL)  # [M, D]
         tq_tile = load_moving(tq, m0, len_q, BLOCK_M, BLOCK_D, D, True, FRUGAL)

@@ -44,7 +44,8 @@ def walk_keys(
     """Add what keys [lo, hi) contribute to a tile of queries."""
     MASKED: tl.constexpr = CUT or DENSE
     len_k = span[1]
-    for n0 in tl.range(lo, hi, BLOCK_N, disable_licm=FRUGAL):
+    # What `load_seen` reads depends on the scores of its own turn: Triton 3.6 fails to compile a pipeline over it.
+    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None, disable_licm=FRUGAL):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT, FRUGAL)  # [N, D]
         tk_tile = load_moving(tk, n0, len_k, BLOCK_N, BLOCK_D, D, CUT, FRUGAL)
@@ -175,7 +176,8 @@ def attention_dq_tangent(
             tdq, bias_rows, slope_rows = walk_keys(
                 tdq, bias_rows, slope_rows, q, tq, do, tdo, lse, rest, tlse, delta, tdelta, k, tk, v, tv, offs_m, ends[part],
                 ends[part + 1], span, rules, bias, mask, tbias, tslope, drop, keep_scale, dbias, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-                tdq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None, SANITIZE, DENSE, PRECISION, FRUGAL, part != 1)  # fmt: skip
+                tdq_ptr is not None, bias_rows_ptr is not None, slope_rows_ptr is not None, SANITIZE, DENSE, PRECISION, FRUGAL,
+                part != 1)  # fmt: skip
 
     if tdq_ptr is not None:
         target = (head_of(tdq_ptr, at_q, stride_tdqb, stride_tdqh, stride_tdqs, ALIGN, False), stride_tdqs * ALIGN, stride_tdqd, at_q)
