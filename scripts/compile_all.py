@@ -156,6 +156,10 @@ def config_of(case: Case, configs):
 
 def estimated_shared(case: Case, configs) -> int:
     block = configs.padded(case.head_dim)
+    if case.kernel in TANGENTS:
+        from tilewise.kernels.triton.tangents import configs as tangents
+
+        return tangents.shared_bytes(config_of(case, configs), case.target, case.bits, TANGENTS[case.kernel], block, block)
     used = frozenset(feature for feature in FEATURES if case.has(feature))
     return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block, used)
 

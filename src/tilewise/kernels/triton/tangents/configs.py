@@ -28,12 +28,12 @@ def frugal(block_m: int, block_n: int, num_warps: int, num_stages: int = 1) -> C
 # (architecture, bits, kernel) -> {largest padded head dim: tiles}. float32 operands of head dim 128 fit in no tile: products without tensor
 # cores are unrolled, to kilobytes of spills a thread and half a minute of compilation.
 TABLE: dict[tuple[str, int, str], dict[int, Config]] = {
-    ("sm80", 16, ROWS): {64: frugal(64, 32, 4), 128: frugal(64, 16, 8), 256: frugal(16, 32, 8)},
-    ("sm80", 16, DQ): {64: frugal(64, 32, 4), 128: frugal(64, 32, 8), 256: frugal(16, 32, 8)},
-    ("sm80", 16, DKDV): {64: frugal(32, 32, 4), 128: frugal(32, 32, 8), 256: frugal(16, 32, 8)},
-    ("sm90", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 4), 256: frugal(16, 32, 8)},
-    ("sm90", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(16, 32, 8)},
-    ("sm90", 16, DKDV): {64: frugal(32, 64, 4, 2), 128: frugal(32, 32, 8), 256: frugal(16, 32, 8)},
+    ("sm80", 16, ROWS): {64: frugal(64, 32, 4), 128: frugal(64, 16, 8), 256: frugal(16, 32, 4)},
+    ("sm80", 16, DQ): {64: frugal(64, 32, 4), 128: frugal(64, 32, 8), 256: frugal(16, 32, 4)},
+    ("sm80", 16, DKDV): {64: frugal(32, 32, 4), 256: frugal(32, 32, 8)},
+    ("sm90", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 4), 256: frugal(16, 32, 4)},
+    ("sm90", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(16, 32, 4)},
+    ("sm90", 16, DKDV): {64: frugal(32, 64, 4, 2), 256: frugal(32, 32, 8)},
     ("sm100", 16, ROWS): {64: frugal(64, 64, 4, 2), 128: frugal(64, 64, 8, 2), 256: frugal(64, 32, 8)},
     ("sm100", 16, DQ): {64: frugal(64, 64, 4, 2), 128: frugal(64, 32, 8, 2), 256: frugal(64, 32, 8)},
     ("sm100", 16, DKDV): {64: frugal(64, 64, 8, 2), 128: frugal(32, 64, 8), 256: frugal(32, 64, 8)},
@@ -66,19 +66,19 @@ TABLE |= {("interpreter", bits, ROWS): {256: Config(64, 32, 1, 1)} for bits in (
 RELATIVES = {"sm86": "sm80", "sm120": "sm80"}
 
 # Where the table's choice does not fit: the first of these that does.
-SMALLER = (frugal(32, 32, 8), frugal(16, 32, 8), frugal(16, 16, 2))
+SMALLER = (frugal(32, 32, 8), frugal(16, 32, 4), frugal(16, 16, 2))
 
 
 def shared_bytes(config: Config, arch: str, bits: int, purpose: str, block_d: int, block_dv: int) -> int:
-    """Shared memory that a kernel takes at most: what it keeps through its loop, every stage of what it walks, and tiles of scores on
+    """Shared memory that a kernel takes at most: what it keeps through its loop, every stage of what it walks, and scores or an operand on
     their way between register layouts. On AMD operands stay in registers, and pass through it one by one."""
     m, n, element = config.block_m, config.block_n, bits // 8
     if arch == "gfx942":
         return element * max(m, n) * max(block_d, block_dv) + 4 * m * n + 1024
     queries, keys = 2 * m * (block_d if purpose == FORWARD else block_d + block_dv), 2 * n * (block_d + block_dv)
     kept, walked = (keys, queries) if purpose == DKDV else (queries, keys)
-    scores = m * n * (1 if purpose == FORWARD else 4)
-    return element * (kept + config.num_stages * walked) + max(element * scores, 1024 * config.num_warps) + 1024
+    exchanged = m * n if purpose == FORWARD else max(4 * m * n, max(m, n) * max(block_d, block_dv))
+    return element * (kept + config.num_stages * walked + exchanged) + 1024
 
 
 def config_of(call: Launch, purpose: str) -> Config:
