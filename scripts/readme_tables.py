@@ -209,7 +209,7 @@ def render(text: str) -> str:
 
 
 def figure_rows() -> list[Row]:
-    """What the benchmark's pictures show: the newest results file of a GPU; of a case and pass that it leaves out, the newest that has it."""
+    """What the benchmark's pictures show: the newest results file of a GPU; of what it leaves out, the newest that has it."""
     files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(RESULTS.glob("*.jsonl"))]
     files = [rows for rows in files if any(row.get("case") == "paper" for row in rows)]
     shown: list[Row] = []

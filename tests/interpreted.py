@@ -585,7 +585,7 @@ def test_tensors_whose_sign_is_still_to_be_turned():
 
 @pytest.mark.parametrize("transform", sliced([torch.func.jacrev, torch.func.jacfwd]), ids=lambda f: f.__name__)
 def test_jacobians(transform):
-    """Every row of a Jacobian is a sample of its own, and all share one forward pass: its results come with a stride of 0 over the samples."""
+    """Every row of a Jacobian is a sample of its own; all share one forward pass, whose results have a stride of 0 over the samples."""
     x = [torch.randn(1, size, heads, 4) for size, heads in ((2, 2), (3, 1), (3, 1))]
 
     def call(backend: str, *x: Tensor) -> tuple[Tensor, Tensor]:
@@ -596,6 +596,51 @@ def test_jacobians(transform):
     exact = transform(partial(call, "reference"), argnums=(0, 1, 2))(*(t.double() for t in x))
     for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(exact), strict=True):
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6)
+
+
+def behind(x: Tensor, how: str) -> Tensor:
+    """x with every second element of a larger tensor, in the opposite order of dimensions, or its first element for all."""
+    if how == "steps":
+        wide = torch.full([2 * n + 1 for n in x.shape], 99).to(x.dtype)
+        inside = wide[tuple(slice(1, None, 2) for _ in x.shape)]
+        return inside.copy_(x)
+    if how == "turned":
+        return x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim)))
+    return x.reshape(-1)[:1].view((1,) * x.ndim).expand(x.shape)
+
+
+I32 = torch.int32
+STRIDED = {
+    "dense": lambda: dict(
+        q=torch.randn(2, 3, 2, 4), k=torch.randn(2, 5, 1, 4), v=torch.randn(2, 5, 1, 3), bias=torch.randn(2, 2, 3, 5),
+        mask=torch.rand(2, 2, 3, 5) < 0.8, alibi_slopes=torch.rand(2, 2), learnable_sink=torch.randn(2), table=torch.randn(2, 5),
+        seqused_q=torch.tensor([3, 2], dtype=I32), seqused_k=torch.tensor([4, 5], dtype=I32),
+    ),
+    "packed": lambda: dict(
+        q=torch.randn(5, 2, 4), k=torch.randn(8, 1, 4), v=torch.randn(8, 1, 3), bias=torch.randn(2, 2, 3, 5), table=torch.randn(2, 5),
+        mask=torch.rand(2, 2, 3, 5) < 0.8, alibi_slopes=torch.rand(2, 2), learnable_sink=torch.randn(2),
+        seqused_q=torch.tensor([3, 1], dtype=I32), seqused_k=torch.tensor([3, 4], dtype=I32),
+        cu_seqlens_q=torch.tensor([0, 3, 5], dtype=I32), cu_seqlens_k=torch.tensor([0, 4, 8], dtype=I32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind,how", sliced([("dense", "steps"), ("dense", "shared"), ("packed", "turned")]))
+def test_every_tensor_behind_strides(kind, how):
+    """The gradients that arrive and captured tensors, too: only the values matter."""
+    call = partial(tilewise.attention_varlen, max_seqlen_q=3, max_seqlen_k=5) if kind == "packed" else tilewise.attention
+    given = STRIDED[kind]()
+    shapes = ((5, 2, 3), (2, 5)) if kind == "packed" else ((2, 3, 2, 3), (2, 2, 3))
+    given |= {name: torch.randn(shape) for name, shape in zip(("dout", "dlse"), shapes, strict=True)}
+    strided = {name: x if how == "shared" and name.startswith("cu_") else behind(x, how) for name, x in given.items()}
+    results = []
+    for tensors in (strided, {name: x.clone(memory_format=torch.contiguous_format) for name, x in strided.items()}):
+        leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
+        dout, dlse, table = (leaves.pop(name) for name in ("dout", "dlse", "table"))
+        out, aux = call(**leaves, score_mod=lambda s, b, h, i, j, table=table: s + table[h, j], backend="triton", return_aux="lse")
+        wanted = [x for x in (*leaves.values(), table) if x.requires_grad]
+        results.append((out, aux.lse, *torch.autograd.grad((out, aux.lse), wanted, (dout.detach(), dlse.detach()))))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 FEW_PROGRAMS = [name for name, build in public_faults.CASES.items() if build().arguments["q"].shape[0::2].numel() <= 2]

@@ -144,3 +144,29 @@ def test_out_of_range_values_stay_inside():
     rows = torch.tensor([-7, 99], dtype=torch.int32)
     out = attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([-3, 1], dtype=torch.int32), cache_batch_idx=rows)
     assert torch.isfinite(out).all() and torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_every_tensor_behind_strides(paged):
+    """Every second element of a larger tensor along each dimension: what is read, what is written, and what lies between stays."""
+
+    def scattered(x: Tensor) -> Tensor:
+        wide = torch.full([2 * n + 1 for n in x.shape], 1000).to(x.dtype)
+        return wide[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
+
+    i32 = torch.int32
+    tensors = {
+        "q": torch.randn(2, 2, 4, 8), "k_cache": torch.randn(5, 4, 2, 8), "v_cache": torch.randn(5, 4, 2, 6), "k": torch.randn(2, 1, 2, 8),
+        "v": torch.randn(2, 1, 2, 6), "cache_seqlens": torch.tensor([2, 3], dtype=i32), "rotary_cos": torch.randn(8, 2),
+        "rotary_sin": torch.randn(8, 2), "alibi_slopes": torch.rand(2, 4), "learnable_sink": torch.randn(4),
+        "cache_leftpad": torch.tensor([1, 0], dtype=i32), "mask": torch.rand(2, 4, 2, 8 if paged else 4) < 0.8,
+    }  # fmt: skip
+    rows = {"page_table": torch.tensor([[3, 0], [1, 4]], dtype=i32)} if paged else {"cache_batch_idx": torch.tensor([4, 2], dtype=i32)}
+    tensors |= rows
+    for splits in (1, 2):
+        results = []
+        for given in ({name: scattered(x) for name, x in tensors.items()}, {name: x.clone() for name, x in tensors.items()}):
+            out, aux = attention_with_kvcache(**given, num_splits=splits, return_aux="lse")
+            results.append((out, aux.lse, given["k_cache"], given["v_cache"]))
+            assert all((x._base[::2] == 1000).all() for x in results[-1][2:] if x._base is not None)
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)

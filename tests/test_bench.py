@@ -17,9 +17,10 @@ import torch
 
 from tilewise import reference
 from tilewise.bench import cases, check, child, masked, peers, report, run, source_hash, timing, tune
+from tilewise.bench.adapters import eager
 from tilewise.bench.cases import Bar, Case
 from tilewise.bench.check import Oracle, relative_error
-from tilewise.bench.peers import Inputs, Prepared, Provider
+from tilewise.bench.provider import Inputs, Prepared, Provider, Unsupported
 from tilewise.kernels.triton import configs
 
 KEYS = {
@@ -337,7 +338,7 @@ def test_everyone_stands_behind_everyone_equally_often(size):
 
 def test_a_spent_budget_keeps_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(run.Benchmark, "_watch", lambda self: None)  # it ends the process, which here is the test's own
-    slow = Provider("slow", lambda case, inputs: Prepared(lambda *t: (time.sleep(0.2), peers._eager(case, inputs).call(*t))[1]))
+    slow = Provider("slow", lambda case, inputs: Prepared(lambda *t: (time.sleep(0.2), eager(case, inputs).call(*t))[1]))
     made = benchmark(TINY, [slow], budget=4.0, out=tmp_path / "rows.jsonl")
     made.cases = [TINY] * 50
     begin = time.monotonic()
@@ -348,11 +349,11 @@ def test_a_spent_budget_keeps_what_was_measured(tmp_path, monkeypatch):
 
 HANGING = """
 import time, sys
-from tilewise.bench import peers, run, report
+from tilewise.bench import peers, provider, run, report
 from tilewise.bench.cases import Case
 case = Case("tiny", "full", seqlen_q=40, heads=4, head_dim=16, dtype="fp32", device="cpu", passes=("fwd",))
 made = run.Benchmark(run.Options(device="cpu", budget=4.0, round_ms=1), report.Reporter())
-hang = peers.Provider("hang", lambda case, inputs: peers.Prepared(lambda *t: time.sleep(600)))
+hang = provider.Provider("hang", lambda case, inputs: provider.Prepared(lambda *t: time.sleep(600)))
 made.cases, made.providers = [case, case], [peers.BUILT_IN["eager"]]
 original = made._case
 made._case = lambda c: (original(c), setattr(made, "providers", [hang]))[0]
@@ -418,15 +419,19 @@ def test_the_hash_follows_kernel_sources_alone(tmp_path):
     kernels = tmp_path / "kernels" / "triton"
     kernels.mkdir(parents=True)
     (kernels / "a.py").write_text("x = 1\n")
-    before = source_hash.kernel_source_hash(tmp_path)
+    (tmp_path / "kernels" / "tiled.py").write_text("w = 1\n")
+    before, on_cpu = (source_hash.kernel_source_hash(device, tmp_path) for device in ("cuda", "cpu"))
     (tmp_path / "api.py").write_text("y = 1\n")
     (kernels / "table.csv").write_text("z\n")
-    assert source_hash.kernel_source_hash(tmp_path) == before
+    assert source_hash.kernel_source_hash("cuda", tmp_path) == before
     (kernels / "a.py").write_text("x = 2\n")
-    assert source_hash.kernel_source_hash(tmp_path) != before
+    assert source_hash.kernel_source_hash("cuda", tmp_path) != before
     (kernels / "a.py").rename(kernels / "b.py")
     (kernels / "b.py").write_text("x = 1\n")
-    assert source_hash.kernel_source_hash(tmp_path) != before
+    assert source_hash.kernel_source_hash("cuda", tmp_path) != before
+    assert source_hash.kernel_source_hash("cpu", tmp_path) == on_cpu
+    (tmp_path / "kernels" / "tiled.py").write_text("w = 2\n")
+    assert source_hash.kernel_source_hash("cpu", tmp_path) != on_cpu
 
 
 # ------------------------------------------------------------------------------------------------------------------------- plot
@@ -559,11 +564,11 @@ def test_the_mask_of_a_case_is_one_thing_to_everybody(name: str) -> None:
     if name.startswith("documents"):  # blocks count as whole ones, which they are at every length that is measured
         assert masked.density(name, 300) == pytest.approx(seen.double().mean().item())
     case = Case("masked", name, 300, 2, 16, mask=name, device="cpu", dtype="fp32")
-    inputs = peers.Inputs.make(case)
+    inputs = Inputs.make(case)
     expected = check.slice_of(case, inputs, 0, 1, torch.float64, gradients=False)["out"][0]
     for provider in ("tilewise", "eager"):
         out = peers.BUILT_IN[provider].prepare(case, inputs).call(inputs.q, inputs.k, inputs.v)
         torch.testing.assert_close(out[0, :, 1].double(), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(peers.Unsupported, match="no mask"):
+    with pytest.raises(Unsupported, match="no mask"):
         peers.BUILT_IN["sdpa_flash"].prepare(case, inputs)
     assert case.flops("fwd") == round(masked.density(name, 300) * 4 * 300 * 300 * 2 * 16)

@@ -36,10 +36,13 @@ def stale(folder: Path) -> list[str]:
             device, date = rows[-1]["device"], rows[-1].get("date") or ""
             newest[device] = max(newest.get(device, ("", path, rows)), (date, path, rows), key=lambda one: (one[0], one[1].name))
     for _, path, rows in newest.values():
-        found += _stale(path, rows, kernel_source_hash(), "`make gpu` on that device")
+        on_cpu = rows[-1].get("threads") is not None
+        rerun = "`tilewise bench --device cpu` there" if on_cpu else "`make gpu` on that device"
+        found += _stale(path, rows, kernel_source_hash("cpu" if on_cpu else "cuda"), rerun)
     demo = folder / "demo.json"
     if demo.exists():
-        found += _stale(demo, [json.loads(demo.read_text())], kernel_source_hash(), "`tilewise demo` on that device")
+        shown = json.loads(demo.read_text())
+        found += _stale(demo, [shown], kernel_source_hash(shown.get("device_type", "cuda")), "`tilewise demo` on that device")
     return found
 
 

@@ -325,6 +325,24 @@ def test_an_input_with_a_tangent_raises(name: str, function, way):
         way(lambda x: function(**{**given, name: x}), given[name])
 
 
+def test_a_mapped_length_table_or_mask_raises_in_words():
+    """Not only what has a derivative may be mapped: the operators have no rule for any of it."""
+    q, cache, pages = torch.randn(2, 1, 2, 4), torch.randn(2, 6, 1, 4), torch.randn(3, 3, 1, 4)
+    rows = torch.zeros(3, 2, dtype=I32)
+    calls = {
+        "cache_seqlens": (lambda x: attention_with_kvcache(q, cache, cache, cache_seqlens=x), rows),
+        "cache_batch_idx": (lambda x: attention_with_kvcache(q, cache, cache, cache_batch_idx=x), rows),
+        "cache_leftpad": (lambda x: attention_with_kvcache(q, cache, cache, cache_leftpad=x), rows),
+        "page_table": (lambda x: attention_with_kvcache(q, pages, pages, page_table=x), rows[:, :, None]),
+        "mask": (lambda x: attention_with_kvcache(q, cache, cache, mask=x), torch.ones(3, 6, dtype=torch.bool)),
+        "seqused_k": (lambda x: attention_over_pages(q[:, 0], pages, pages, rows.new_tensor([0, 1, 2]), rows[0, :, None], x), rows),
+        "cu_seqlens_q": (lambda x: attention_over_pages(q[:, 0], pages, pages, x, rows[0, :, None]), torch.zeros(3, 3, dtype=I32)),
+    }
+    for name, (call, x) in calls.items():
+        with pytest.raises(UnsupportedAttention, match=f"^{name} is mapped by torch.vmap"):
+            torch.func.vmap(call)(x)
+
+
 # ----------------------------------------------------------------------------------------------------------- bug reports: D
 
 

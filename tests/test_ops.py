@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import attention, derivatives, ops
+from tilewise import attention, derivatives, ops, plan, tangent_ops
+from tilewise.kernels import tangents, tiled
 
 from . import cases
 from .helpers import make_inputs
@@ -340,6 +343,74 @@ def test_the_operator_is_called_when_somebody_listens_and_left_out_otherwise(lis
         assert len(direct) == 2
     for a, b in zip(plain, seen, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def column(x: Tensor) -> Tensor:
+    """x as a column of a table of something else."""
+    return torch.stack([x + 1, x, x - 1], -1)[..., 1]
+
+
+def test_kernels_get_vectors_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number a batch item or head lies beside the next, wherever the caller keeps them, also where samples of a vmap share them."""
+    x = double(batch=2, seqlen_q=5, seqlen_k=7, heads=2, head_dim=2)
+    vectors = {"alibi_slopes": torch.rand(2, 2), "learnable_sink": torch.randn(2), "seqused_q": torch.tensor([5, 3]).int()}
+    vectors["seqused_k"] = torch.tensor([6, 4]).int()
+    seen: list[Any] = []
+    for module, name in ((tiled, "forward"), (tiled, "backward"), (tangents, "jvp"), (tangents, "backward_jvp")):
+        monkeypatch.setattr(module, name, lambda t, *rest, run=getattr(module, name): (seen.append(t), run(t, *rest))[1])
+
+    def call(q: Tensor, **vectors: Tensor) -> Tensor:
+        return attention(q, x["k"], x["v"], **vectors, backend="tiled")
+
+    def everything(**vectors: Tensor) -> list[Tensor]:
+        def loss(q: Tensor) -> Tensor:
+            return call(q, **vectors).square().sum()
+
+        return [
+            call(x["q"], **vectors),
+            torch.func.grad(loss)(x["q"]),
+            torch.func.jvp(torch.func.grad(loss), (x["q"],), (x["k"][:, :5],))[1],
+        ]
+
+    for kept in (vectors, {name: v[:1].expand(v.shape) for name, v in vectors.items()}):  # as they are, and one for all
+        torch.testing.assert_close(everything(**{name: column(v) for name, v in kept.items()}), everything(**kept))
+    one = {name: v[:1] if name != "learnable_sink" else column(v) for name, v in vectors.items()}
+    mapped = torch.func.vmap(lambda q: attention(q, x["k"][:1], x["v"][:1], **one, backend="tiled"))(x["q"][:, None])
+    torch.testing.assert_close(mapped[0], attention(x["q"][:1], x["k"][:1], x["v"][:1], **one, backend="tiled"))
+    assert len(seen) > 12
+    assert all(v.is_contiguous() for t in seen for v in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
+
+
+def test_what_lies_beyond_the_reach_of_offsets_is_not_for_kernels() -> None:
+    """Along a row their offsets have 32 bits: a transposed bias or mask of so many elements is left to plain torch, a gradient copied."""
+    pytest.importorskip("triton")
+    target, rules = plan.Target("cuda", (9, 0), "NVIDIA H200", shared_memory=232448), plan.Rules(0.125)
+    matrix = torch.empty(50_000, 50_000, dtype=torch.bool, device="meta")
+    for mask, served in ((matrix, True), (matrix.mT, False), (matrix.mT[:, :40_000], True), (matrix[:, :1].mT, False)):
+        q, k = (torch.empty(1, 2, size, 64, dtype=torch.bfloat16, device="meta") for size in mask.shape)
+        for name in ("bias", "mask"):
+            t = plan.Operands(q, k, k, **{name: mask[None, None]})
+            reason = plan.why_not("triton", t, rules, plan.Request(), target)
+            assert reason is None if served else "32-bit" in str(reason)
+            assert (plan.select(t, rules, target=target, warn=False).backend == "tiled") is not served
+    direction = dict.fromkeys(tangent_ops.TANGENTS) | {"tcaptured": None, "layout": "bshd", "tbias": matrix.mT}
+    tbias = tangent_ops._direction(direction).tbias
+    dout = torch.empty(64, 1 << 26, device="meta").mT.view(1 << 14, 1 << 10, 4, 64)
+    arrived = ops.cotangents(dict.fromkeys(tangent_ops.COTANGENTS) | {"dout": dout, "layout": "bhsd"}).dout
+    assert tbias is not None and tbias.is_contiguous() and arrived is not None and arrived.is_contiguous()
+
+
+def test_kernels_run_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they keep of earlier launches is found by the current device: it changes before they look."""
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    for index, expected in ((0, []), (1, [torch.device("cuda:1")])):
+        device = torch.device("cuda", index)
+        with ops.on_device(SimpleNamespace(device=device)):  # type: ignore[arg-type]
+            assert entered == expected
+    with ops.on_device(torch.zeros(1)):
+        assert len(entered) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["torch", "tiled"])

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from tilewise import UnsupportedAttention, score_mod
-from tilewise.expressions import SUPPORTED
+from tilewise import UnsupportedAttention, evaluation
+from tilewise.operations import SUPPORTED
 from tilewise.score_mod import Program, trace_mask_mod, trace_score_mod
 
 B, H, SQ, SK = 2, 4, 6, 8
@@ -139,9 +139,9 @@ def test_programs_compute_the_function_and_its_gradients(name):
 
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)
 def test_memory_that_is_used_again_changes_nothing(name, monkeypatch):
-    monkeypatch.setattr(score_mod, "_LARGE", 0)
+    monkeypatch.setattr(evaluation, "_LARGE", 0)
     text, captured = trace_score_mod(SCORE_FUNCTIONS[name], "cpu")
-    program, values, memory = Program.parse(text), [x.detach() for x in captured], score_mod.Memory()
+    program, values, memory = Program.parse(text), [x.detach() for x in captured], evaluation.Memory()
     env, grad = {"score": scores(), **indices()}, torch.randn(B, H, SQ, SK, dtype=torch.float64)
     expected = program.evaluate(env, values), program.vjp(env, values, grad)
     for _ in range(2):

@@ -27,8 +27,8 @@ from .checks import (
     typed,
 )
 from .errors import UnsupportedAttention
-from .mask_base import intersection
 from .masks import Lowered, Mask, lower
+from .windows import intersection
 
 
 class Aux(NamedTuple):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import tile_cache
+from .block_bits import bits_of_bsr, bits_of_lists, bits_of_topk
 from .errors import UnsupportedAttention
 from .expressions import same_device
-from .mask_base import Mask, indices
-from .masks import Blocks, Custom, Dense, Lowered, conjuncts, lower
+from .mask_base import Mask, conjuncts, indices
+from .masks import Blocks, Custom, Dense, Lowered, lower
 from .tile_lists import TileLists, lists_of_rule, lists_of_status
 from .tile_status import EMPTY, FULL, PARTIAL, Grid
 
@@ -39,8 +40,8 @@ class BlockMask:
         device: where the lists live; by default with the rule's tensors, else torch's default device.
 
     Raises:
-        ValueError: the rule does not fit these sizes, or needs `batch` or `heads`. UnsupportedAttention: the rule's function uses an
-        operation that cannot be traced.
+        ValueError: the rule does not fit these sizes, or needs `batch` or `heads`.
+        UnsupportedAttention: the rule's function uses an operation that cannot be traced.
 
     A mask is built for one length and for what its rule's tensors hold. A call of another length, or after a write to those tensors, or
     with `seqused_q` or `seqused_k` where the rule depends on the query's position, raises and says what to do. Equal masks are built once
@@ -153,26 +154,9 @@ class BlockMask:
         {'empty': 12, 'partial': 0, 'full': 4}
         """
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        block_m, block_n = _block_sizes(block_size)
-        rows, columns = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
-        _integers("from_bsr", crow_indices=crow_indices, col_indices=col_indices)
-        if tuple(crow_indices.shape) != (rows + 1,):
-            raise ValueError(
-                f"BlockMask.from_bsr: crow_indices has shape {tuple(crow_indices.shape)}; {seqlen_q} queries in blocks of {block_m} need "
-                f"({rows + 1},)"
-            )
-        if col_indices.device.type == "cpu" and col_indices.numel():
-            low, high = int(col_indices.min()), int(col_indices.max())
-            if low < 0 or high >= columns:
-                raise ValueError(
-                    f"BlockMask.from_bsr: col_indices holds numbers from {low} to {high}; {seqlen_k} keys in blocks of {block_n} have the "
-                    f"numbers 0 to {columns - 1}"
-                )
-        entries = torch.arange(col_indices.shape[0], device=col_indices.device)
-        row = torch.searchsorted(crow_indices[1:].to(torch.int64).contiguous(), entries, right=True)
-        bits = torch.zeros(rows, columns, dtype=torch.bool, device=col_indices.device)
-        bits[row, col_indices.long()] = True
-        return cls(Blocks(bits[None, None], (block_m, block_n)), seqlen_q, seqlen_k, block_size=block_size)
+        sizes = _block_sizes(block_size)
+        bits = bits_of_bsr(crow_indices, col_indices, seqlen_q, seqlen_k, sizes)
+        return cls(Blocks(bits, sizes), seqlen_q, seqlen_k, block_size=block_size)
 
     @classmethod
     def from_topk(
@@ -193,23 +177,8 @@ class BlockMask:
         {'empty': 9, 'partial': 0, 'full': 7}
         """
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        block_m, block_n = _block_sizes(block_size)
-        rows, columns = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
-        _integers("from_topk", indices=indices)
-        if indices.ndim != 4 or indices.shape[2] != rows:
-            raise ValueError(
-                f"BlockMask.from_topk: indices has shape {tuple(indices.shape)}; {seqlen_q} queries in blocks of {block_m} need "
-                f"(B or 1, H or 1, {rows}, k)"
-            )
-        if indices.device.type == "cpu" and indices.numel() and int(indices.max()) >= columns:
-            raise ValueError(
-                f"BlockMask.from_topk: indices holds {int(indices.max())}; {seqlen_k} keys in blocks of {block_n} have the numbers 0 to "
-                f"{columns - 1}, and -1 stands for no block"
-            )
-        chosen = torch.where(indices < 0, columns, indices.long())
-        bits = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.bool, device=indices.device)
-        bits = bits.scatter_(3, chosen, True)[..., :columns]
-        rule: Mask = Blocks(bits, (block_m, block_n))
+        sizes = _block_sizes(block_size)
+        rule: Mask = Blocks(bits_of_topk(indices, seqlen_q, seqlen_k, sizes), sizes)
         return cls(rule if within is None else rule & within, seqlen_q, seqlen_k, block_size=block_size)
 
     @classmethod
@@ -241,18 +210,11 @@ class BlockMask:
                 f"BlockMask.from_flex: block_mask has {partial[0].shape[2]} rows of blocks, and its seq_lengths say {seqlen_q} queries, "
                 f"which fill {rows}: it was sliced; set its seq_lengths to (queries, {seqlen_k}), its mask_mod to one that counts from them"
             )
-
-        def bits(number: Tensor, index: Tensor) -> Tensor:
-            listed = torch.arange(index.shape[3], device=index.device) < number[..., None]
-            chosen = torch.where(listed, index, columns)[:, :, :rows].long()
-            empty = torch.zeros(*chosen.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
-            return empty.scatter_(3, chosen, True)[..., :columns]
-
-        bits_partial = bits(*partial)
+        bits_partial = bits_of_lists(*partial, rows, columns)
         rule: Mask = Blocks(bits_partial, size)
         if block_mask.mask_mod is not None:
             rule = rule & Custom(block_mask.mask_mod)
-        bits_full = torch.zeros_like(bits_partial) if full[0] is None else bits(*full)
+        bits_full = torch.zeros_like(bits_partial) if full[0] is None else bits_of_lists(*full, rows, columns)
         if full[0] is not None:
             rule = Blocks(bits_full, size) | rule
         self = object.__new__(cls)
@@ -465,10 +427,3 @@ def _told_apart(name: str, given: int | None, own: int, read: bool) -> int:
     if given is None and own == 1:
         raise ValueError(f"BlockMask: the rule tells {name} apart and says nowhere how many there are; pass {name}=")
     return own if given is None else given
-
-
-def _integers(name: str, **tensors: Tensor) -> None:
-    for argument, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"BlockMask.{name}: {argument} is {got}; it must be a tensor of int32 or int64")

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .expressions import Graph, Tracing
 from .score_mod import Program, program_text
-
-UNLIMITED = -1
+from .windows import UNLIMITED, hull, intersection, window_predicate, window_ranges
 
 
 class Pair(NamedTuple):
@@ -322,10 +321,10 @@ class Or(_Both):
 
     def window(self) -> tuple[int, int] | None:
         first, second = self.first.window(), self.second.window()
-        return None if first is None or second is None else _hull(first, second)  # both contain p, so no gap lies between them
+        return None if first is None or second is None else hull(first, second)  # both contain p, so no gap lies between them
 
     def implied_window(self) -> tuple[int, int]:
-        return _hull(self.first.implied_window(), self.second.implied_window())
+        return hull(self.first.implied_window(), self.second.implied_window())
 
     def row_ranges(self, q_idx: Tensor, p: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
         window = self.window()
@@ -357,6 +356,24 @@ class Not(Mask):
         return f"~({self.rule!r})" if isinstance(self.rule, _Both) else f"~{self.rule!r}"
 
 
+def conjuncts(rule: Mask) -> Iterator[Mask]:
+    """The rules that are combined by `&`."""
+    if isinstance(rule, And):
+        yield from conjuncts(rule.first)
+        yield from conjuncts(rule.second)
+    else:
+        yield rule
+
+
+def leaves(rule: Mask) -> Iterator[Mask]:
+    """The rules that a combination is made of."""
+    parts = [value for f in dataclasses.fields(rule) if isinstance(value := getattr(rule, f.name), Mask)]  # type: ignore[arg-type]
+    for part in parts:
+        yield from leaves(part)
+    if not parts:
+        yield rule
+
+
 def _rule(other: Any, operator: str) -> Mask:
     if not isinstance(other, Mask):
         hint = "; a bool tensor is masks.Dense(tensor), a function masks.Custom(function), and a BlockMask is built from the combined rule"
@@ -364,33 +381,6 @@ def _rule(other: Any, operator: str) -> Mask:
             f"a mask rule is combined by {operator} with {type(other).__name__}; it must be another rule of tilewise.masks{hint}"
         )
     return other
-
-
-def window_predicate(left: int, right: int, at: Pair) -> Any:
-    """p - left <= j <= p + right, -1 being unlimited."""
-    if left == UNLIMITED and right == UNLIMITED:
-        return at.kv_idx >= 0
-    if right == UNLIMITED:
-        return at.kv_idx >= at.p - left
-    if left == UNLIMITED:
-        return at.kv_idx <= at.p + right
-    return (at.kv_idx >= at.p - left) & (at.kv_idx <= at.p + right)
-
-
-def window_ranges(left: int, right: int, p: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """The half-open range of keys that each query sees through a window."""
-    start = torch.zeros_like(p) if left == UNLIMITED else p - left
-    return start, torch.full_like(p, seqlen_k) if right == UNLIMITED else p + right + 1
-
-
-def intersection(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """The window that both let through."""
-    return tuple(max(a, b) if UNLIMITED in (a, b) else min(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[return-value]
-
-
-def _hull(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """The least window that has both in it."""
-    return tuple(UNLIMITED if UNLIMITED in (a, b) else max(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[return-value]
 
 
 def traced(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> tuple[str, list[Tensor]]:

@@ -11,19 +11,19 @@ The pages of `docs/conventions.md` show every rule as a small matrix.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import WIDEST
 from .errors import UnsupportedAttention
 from .expressions import Expr, same_device
-from .mask_base import UNLIMITED, And, Mask, Pair, traced, window_predicate, window_ranges
+from .mask_base import And, Mask, Pair, conjuncts, leaves, traced
+from .mask_checks import booleans, checked_number, integers, per_batch, per_head, whole_number
 from .score_mod import trace_mask
+from .windows import UNLIMITED, window_predicate, window_ranges
 
 __all__ = [
     "Blocks",
@@ -87,7 +87,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            _whole_number(self, name, UNLIMITED, "; -1 is unlimited")
+            whole_number(self, name, UNLIMITED, "; -1 is unlimited")
 
     def predicate(self, at: Pair) -> Any:
         return window_predicate(self.left, self.right, at)
@@ -106,7 +106,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _whole_number(self, "size", 1)
+        whole_number(self, "size", 1)
 
     def predicate(self, at: Pair) -> Any:
         return at.p // self.size == at.kv_idx // self.size
@@ -126,7 +126,7 @@ class FirstKeys(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        _whole_number(self, "n", 0)
+        whole_number(self, "n", 0)
 
     def predicate(self, at: Pair) -> Any:
         return at.kv_idx < self.n
@@ -143,8 +143,8 @@ class Dilated(Mask):
     left: int
 
     def __post_init__(self) -> None:
-        _whole_number(self, "step", 1)
-        _whole_number(self, "left", UNLIMITED, "; -1 is unlimited")
+        whole_number(self, "step", 1)
+        whole_number(self, "left", UNLIMITED, "; -1 is unlimited")
 
     def predicate(self, at: Pair) -> Any:
         return window_predicate(self.left, 0, at) & ((at.p - at.kv_idx) % self.step == 0)
@@ -174,15 +174,15 @@ class PrefixLM(Mask):
         if (self.lengths is None) == (self.spans is None):
             raise ValueError("PrefixLM: give either lengths (B or 1,) or spans (B or 1, n, 2), and not both")
         if self.lengths is not None:
-            _integers("PrefixLM", "lengths", self.lengths, 1, "(B or 1,)")
+            integers("PrefixLM", "lengths", self.lengths, 1, "(B or 1,)")
         if self.spans is not None:
-            _integers("PrefixLM", "spans", self.spans, 3, "(B or 1, n, 2)")
+            integers("PrefixLM", "spans", self.spans, 3, "(B or 1, n, 2)")
             if self.spans.shape[2] != 2:
                 raise ValueError(f"PrefixLM: spans has shape {tuple(self.spans.shape)}; it must be (B or 1, n, 2): start and stop of each")
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
         for tensor in self.tensors():
-            _per_batch("PrefixLM", tensor, batch)
+            per_batch("PrefixLM", tensor, batch)
 
     def sizes(self) -> tuple[int, int]:
         return next(self.tensors()).shape[0], 1
@@ -229,9 +229,9 @@ class Document(Mask):
     _ascending: bool = field(default=False, repr=False)  # known to ascend in each row, so that a document's keys are an interval
 
     def __post_init__(self) -> None:
-        _integers("Document", "ids", self.ids, 2, "(B or 1, S)")
+        integers("Document", "ids", self.ids, 2, "(B or 1, S)")
         if self.kv_ids is not None:
-            _integers("Document", "kv_ids", self.kv_ids, 2, "(B or 1, Sk)")
+            integers("Document", "kv_ids", self.kv_ids, 2, "(B or 1, Sk)")
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int, cu_seqlens_k: Tensor | None = None, total_k: int | None = None) -> Document:
@@ -257,7 +257,7 @@ class Document(Mask):
             )
         for name, tensor, length in (("ids", self.ids, seqlen_q), ("kv_ids", self.kv_ids, seqlen_k)):
             if tensor is not None:
-                _per_batch("Document", tensor, batch)
+                per_batch("Document", tensor, batch)
                 if tensor.shape[1] != length:
                     raise ValueError(
                         f"Document: {name} has {tensor.shape[1]} entries in a row but the sequence has {length}; build it for this length"
@@ -290,8 +290,8 @@ class Blocks(Mask):
 
     def __post_init__(self) -> None:
         for size in self.block_sizes:
-            _checked_number("Blocks", "block_size", size, 1)
-        _booleans("Blocks", "bits", self.bits)
+            checked_number("Blocks", "block_size", size, 1)
+        booleans("Blocks", "bits", self.bits)
         if self.bits.ndim != 4:
             raise ValueError(f"Blocks: bits has shape {tuple(self.bits.shape)}; it must be (B or 1, H or 1, query blocks, key blocks)")
 
@@ -305,8 +305,8 @@ class Blocks(Mask):
         return self.block_size[0], self.block_size[1]
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
-        _per_batch("Blocks", self.bits, batch)
-        _per_head("Blocks", self.bits, heads)
+        per_batch("Blocks", self.bits, batch)
+        per_head("Blocks", self.bits, heads)
         blocks = tuple(-(-length // size) for length, size in zip((seqlen_q, seqlen_k), self.block_sizes, strict=True))
         if tuple(self.bits.shape[2:]) != blocks:
             raise ValueError(
@@ -330,7 +330,7 @@ class Dense(Mask):
     visible: Tensor
 
     def __post_init__(self) -> None:
-        _booleans("Dense", "visible", self.visible)
+        booleans("Dense", "visible", self.visible)
         if self.visible.ndim > 4:
             raise ValueError(f"Dense: visible has shape {tuple(self.visible.shape)}; it must broadcast to (B, H, Sq, Sk)")
 
@@ -435,70 +435,13 @@ def lower(
     return Lowered(*window, text, captured, visible)
 
 
-def conjuncts(rule: Mask) -> Iterator[Mask]:
-    if isinstance(rule, And):
-        yield from conjuncts(rule.first)
-        yield from conjuncts(rule.second)
-    else:
-        yield rule
-
-
-def leaves(rule: Mask) -> Iterator[Mask]:
-    """The rules that a combination is made of."""
-    parts = [value for f in dataclasses.fields(rule) if isinstance(value := getattr(rule, f.name), Mask)]  # type: ignore[arg-type]
-    for part in parts:
-        yield from leaves(part)
-    if not parts:
-        yield rule
-
-
 def _item(tensor: Tensor, index: Any, axis: int = 0) -> Any:
     """The index along an axis that may have size 1 for all."""
     return 0 if tensor.shape[axis] == 1 else index
 
 
 def _numbered(cu_seqlens: Tensor, total: int) -> Tensor:
-    _integers("Document.from_cu_seqlens", "cu_seqlens", cu_seqlens, 1, "(n + 1,)")
+    integers("Document.from_cu_seqlens", "cu_seqlens", cu_seqlens, 1, "(n + 1,)")
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     ends = cu_seqlens[1:].cummax(0).values  # an offset that decreases counts as the largest before it, as in attention_varlen
     return torch.searchsorted(ends, tokens, right=True)[None]
-
-
-def _whole_number(rule: Mask, name: str, least: int, note: str = "") -> None:
-    """Checks a field of a rule; what is wider than any sequence becomes the widest."""
-    value = _checked_number(type(rule).__name__, name, getattr(rule, name), least, note)
-    if value > WIDEST:
-        object.__setattr__(rule, name, WIDEST)
-
-
-def _checked_number(rule: str, name: str, value: Any, least: int, note: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{rule}: {name} is {value!r} of type {type(value).__name__}; it must be an int")
-    if value < least:
-        raise ValueError(f"{rule}: {name} is {value}; it must be at least {least}{note}")
-    return value
-
-
-def _integers(rule: str, name: str, value: Any, rank: int, shape: str) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{rule}: {name} is {type(value).__name__}; it must be an integer tensor {shape}")
-    if value.dtype == torch.bool or value.dtype.is_floating_point or value.dtype.is_complex:
-        raise TypeError(f"{rule}: {name} has dtype {value.dtype}; it must be an integer tensor {shape}")
-    if value.ndim != rank:
-        raise ValueError(f"{rule}: {name} has shape {tuple(value.shape)}; it must be {shape}")
-
-
-def _booleans(rule: str, name: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{rule}: {name} is {got}; it must be a torch.bool tensor, True = visible")
-
-
-def _per_batch(rule: str, tensor: Tensor, batch: int | None) -> None:
-    if batch is not None and tensor.shape[0] not in (1, batch):
-        raise ValueError(f"{rule}: a tensor of shape {tuple(tensor.shape)} serves {tensor.shape[0]} batch items; the batch has {batch}")
-
-
-def _per_head(rule: str, tensor: Tensor, heads: int | None) -> None:
-    if heads is not None and tensor.shape[1] not in (1, heads):
-        raise ValueError(f"{rule}: a tensor of shape {tuple(tensor.shape)} serves {tensor.shape[1]} heads; there are {heads} query heads")

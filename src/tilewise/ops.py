@@ -6,6 +6,7 @@ profiler: opaque, functional, with exact fakes. Which kernels run is decided ins
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ BLOCKS = ("blocks", "block_m", "block_n")  # the tensors of `TileLists`, or none
 # The last arguments of both ops, None unless the sequences are packed.
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 AUX = ("max_logits", "key_mass", "entropy")
+VECTORS = ("alibi_slopes", "sink", "seqused_q", "seqused_k")
 # What a gradient can be taken of, in the order in which the backward op returns those that are needed.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 
@@ -105,9 +107,21 @@ def operands(args: dict[str, Any]) -> Operands:
     for name in ("bias", "mask"):
         tensors[name] = rank4(tensors[name])
     tensors["alibi_slopes"] = rank2(tensors["alibi_slopes"])
+    for name in VECTORS:  # a number a batch item or head: kernels read one after the other
+        if (x := tensors[name]) is not None:
+            tensors[name] = x.contiguous()
     tensors["captured"] = tuple(tensors["captured"] or ())  # packages of AOTInductor make None of an empty list
     lists = TileLists(args["block_m"], args["block_n"], *args["blocks"]) if args["blocks"] else None
     return Operands(**tensors, blocks=lists, cu_seqlens_q=args["cu_seqlens_q"], cu_seqlens_k=args["cu_seqlens_k"])
+
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of x the current one: kernels keep what they worked out for the current device, and launch there."""
+    device = x.device
+    return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def has_no_sequence(t: Operands) -> bool:
@@ -150,7 +164,8 @@ def run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
             if x is not None:
                 x.fill_(float("-inf") if x is out.lse or x is out.max_logits else 0.0)
     elif out.lse.numel() or out.key_mass is not None or out.max_logits is not None:
-        chosen.kernels().forward(t, r, out)
+        with on_device(t.q):
+            chosen.kernels().forward(t, r, out)
     return results
 
 
@@ -222,6 +237,8 @@ def rank2(x: Tensor | None) -> Tensor | None:
 def cotangents(args: dict[str, Any], prefix: str = "d") -> Cotangents:
     """The gradients of the outputs among a backward op's arguments; `prefix` "td" gives their tangents."""
     dout, *rest = (args[prefix + name] for name in ("out", "lse", "key_mass", "entropy"))
+    if dout is not None and plan.out_of_reach(dout):
+        dout = dout.contiguous()
     return Cotangents(None if dout is None else heads_first(dout, args["layout"]), *rest)
 
 
@@ -246,7 +263,9 @@ def run_backward(args: dict[str, Any]) -> list[Tensor]:
     t, r = operands(args), rules(args, args["allow_tf32"])
     buffers, cot, kept = GradientBuffers(args, bias_written_once=True), cotangents(args), saved(args)
     if kept.lse.numel() and t.k.shape[2] and not has_no_sequence(t):
-        plan.select(t, r, args["backend"], request=backward_request(args)).kernels().backward(t, r, kept, cot, buffers.grads)
+        chosen = plan.select(t, r, args["backend"], request=backward_request(args))
+        with on_device(t.q):
+            chosen.kernels().backward(t, r, kept, cot, buffers.grads)
     else:  # no query or no key: nothing depends on q, k or v, and only a sink can move the LSE
         for x in buffers.buffers:
             x.zero_()

@@ -31,7 +31,7 @@ class Operands:
     v: Tensor  # (B, Hk, Sk, Dv)
     bias: Tensor | None = None  # rank 4, each size 1 or that of (B, Hq, Sq, Sk)
     mask: Tensor | None = None  # bool, rank 4, sizes as bias; True = visible
-    alibi_slopes: Tensor | None = None  # (B or 1, Hq)
+    alibi_slopes: Tensor | None = None  # (B or 1, Hq), contiguous, as the next three
     sink: Tensor | None = None  # (Hq,)
     seqused_q: Tensor | None = None  # int32 (B,)
     seqused_k: Tensor | None = None  # int32 (B,)
@@ -75,7 +75,7 @@ class Saved:
     """What the forward pass leaves for the backward pass: O(N) memory."""
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor  # contiguous, as entropy
     entropy: Tensor | None = None
 
 
@@ -201,8 +201,18 @@ def why_not(backend: str, t: Operands, r: Rules, request: Request, target: Targe
         return None
     if request.tangent and backend not in _TANGENT_MODULES:
         return "it has no forward-mode or second derivatives"
+    for name, x in (("bias", t.bias), ("mask", t.mask)):
+        if x is not None and out_of_reach(x):
+            return (
+                f"{name} has an inner stride of {x.stride(3)}, with which its keys lie further apart than 32-bit offsets reach: it needs 1"
+            )
     module = importlib.import_module((_TANGENT_MODULES if request.tangent else _MODULES)[backend])
     return module.why_not(t, r, request, target)
+
+
+def out_of_reach(x: Tensor) -> bool:
+    """Whether kernels cannot reach the end of a row: along the last of four dimensions their offsets have 32 bits, along the others 64."""
+    return (x.shape[3] - 1) * x.stride(3) >= 1 << 31
 
 
 def select(

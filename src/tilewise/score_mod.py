@@ -1,4 +1,4 @@
-"""Score and mask functions: traced into a program, evaluated on tiles with torch, differentiated.
+"""Score and mask functions: traced into a program, written as text and read from it.
 
 `trace_score_mod(f)` calls an ordinary Python function once with symbolic operands and returns what it computes as text, for example
 
@@ -6,26 +6,28 @@
 
 together with the captured tensors that the text names f0 (floating), i1 (integer), b2 (boolean): the letter is the kind, the number
 the position in the list. Text and tensors are what a torch.library op can carry. `Program.parse` turns the text back into
-instructions; torch evaluates them here, kernels emit them as tile expressions, and `Program.derivative` is a list of the same
-instructions.
+instructions; torch evaluates them (`evaluation`), kernels emit them as tile expressions, and `Program.derivative` is a list of the same
+instructions (`score_adjoints`).
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import UnsupportedAttention
-from .expressions import FUNCTIONS, VARIABLES, Expr, Graph, Instruction, Tracing, convert, where
+from .evaluation import Memory, execute, scatter
+from .expressions import VARIABLES, Expr, Graph, Instruction, Tracing, compact
+from .operations import FUNCTIONS, convert
+from .score_adjoints import Derivative, derive
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%",
@@ -230,7 +232,7 @@ def check_reads(text: str, captured: Sequence[Tensor], batch: int, heads: int) -
                 )
 
 
-# ------------------------------------------------------------------------------------------------------------------ evaluation
+# -------------------------------------------------------------------------------------------------------------------- programs
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class Program:
     @cached_property
     def derivative(self) -> Derivative:
         """Reverse-mode derivative, as instructions that also read `grad`, the gradient of the result."""
-        return _derive(self.instructions)
+        return derive(self.instructions)
 
     def evaluate(self, env: Mapping[str, Tensor], captured: Sequence[Tensor], memory: Memory | None = None) -> Tensor:
         """The result on a tile.
@@ -302,242 +304,3 @@ def _parse(text: str) -> Program:
         raise ValueError(f"not the text of a traced program: {error}\n{text}") from error
     instructions, _ = compact(root.graph, [root.index])
     return Program(text, instructions)
-
-
-def compact(graph: Graph, outputs: Sequence[int]) -> tuple[tuple[Instruction, ...], list[int]]:
-    """The instructions that the outputs need, in order, and the outputs' positions among them."""
-    needed = set(outputs)
-    for position in range(max(outputs, default=-1), -1, -1):
-        if position in needed:
-            needed.update(graph.instructions[position].args)
-    place = {position: rank for rank, position in enumerate(sorted(needed))}
-    kept = tuple(graph.instructions[p]._replace(args=tuple(place[a] for a in graph.instructions[p].args)) for p in sorted(needed))
-    return kept, [place[output] for output in outputs]
-
-
-_TORCH: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": torch.floor_divide, "mod": torch.remainder,
-    "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
-    "ge": torch.ge, "eq": torch.eq, "ne": torch.ne, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
-    "not": torch.bitwise_not, "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift, "where": torch.where,
-    "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "erf": torch.erf, "floor": torch.floor,
-    "ceil": torch.ceil, "int": lambda x: x.to(torch.int64),
-    "chain": lambda grad, slope: torch.where(grad == 0, grad, grad * slope),
-}  # fmt: skip
-
-
-class Memory:
-    """Memory for the results of programs, used again tile after tile: fresh pages would cost several times the arithmetic on them.
-
-    What a program returns may lie in it, until the next program runs.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[Tensor] = []
-        self.free: list[Tensor] = []
-
-    def take(self, size: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A tensor of that size, and what to put back into `free` when it is not needed any more."""
-        count = size.numel()
-        fitting = [n for n, x in enumerate(self.free) if x.numel() >= count and x.dtype == dtype]
-        if fitting:
-            whole = self.free.pop(fitting[-1])
-        else:
-            whole = torch.empty(count, dtype=dtype, device=device)
-            self.all.append(whole)
-        return whole[:count].view(size), whole
-
-
-_INTO_MEMORY = frozenset(
-    ["add", "sub", "mul", "div", "min", "max", "neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid"]
-)
-_LARGE = 1 << 15  # elements: smaller results come from the allocator's own lists
-
-
-def execute(
-    instructions: Sequence[Instruction],
-    outputs: Sequence[int],
-    env: Mapping[str, Tensor],
-    captured: Sequence[Tensor],
-    dtype: torch.dtype,
-    memory: Memory | None = None,
-) -> list[Tensor]:
-    """The outputs' values, which may lie in `memory`; what none of them needs is not computed."""
-    device = env["q_idx"].device
-    dtypes = {"float": dtype, "int": torch.int64, "bool": torch.bool}
-    needed = set(outputs)
-    for position in range(len(instructions) - 1, -1, -1):
-        if position in needed:
-            needed.update(instructions[position].args)
-    last_use = {argument: position for position in sorted(needed) for argument in instructions[position].args}
-    values: list[Any] = []
-    lent: dict[int, Tensor] = {}
-    if memory is not None:
-        memory.free = list(memory.all)
-    for position, (op, args, value, kind) in enumerate(instructions):
-        if position not in needed:
-            values.append(None)
-            continue
-        operands = [values[argument] for argument in args]
-        if op == "var":
-            result = env[value]
-        elif op == "const":
-            result = torch.full((), value, dtype=dtypes[kind], device=device)
-        elif op == "load":
-            result = _gather(captured[value], operands, dtypes[kind])
-        elif op == "float":
-            result = operands[0].to(dtype)
-            if args[0] in lent and result is operands[0]:
-                lent[position] = lent.pop(args[0])
-        elif op == "pow":
-            result = operands[0].pow(value)
-        else:
-            size = torch.broadcast_shapes(*(x.shape for x in operands))
-            if memory is not None and op in _INTO_MEMORY and kind == "float" and size.numel() > _LARGE:
-                result, lent[position] = memory.take(size, dtype, device)
-                _TORCH[op](*operands, out=result)
-            else:
-                result = _TORCH[op](*operands)
-        values.append(result)
-        for argument in args:
-            if last_use[argument] == position and argument not in outputs:
-                values[argument] = None
-                if memory is not None and argument in lent:
-                    memory.free.append(lent.pop(argument))
-    return [values[output] for output in outputs]
-
-
-def _wrapped(shape: Sequence[int], indices: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Indices brought into range, negative ones counted from the end, and where they were in range."""
-    inside = torch.ones((), dtype=torch.bool, device=indices[0].device)
-    wrapped = []
-    for size, index in zip(shape, indices, strict=True):
-        index = torch.where(index < 0, index + size, index)
-        inside = inside & (index >= 0) & (index < size)
-        wrapped.append(index.clamp(0, max(size - 1, 0)))
-    return wrapped, inside
-
-
-def _gather(tensor: Tensor, indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if not indices:
-        return tensor.to(dtype)
-    wrapped, inside = _wrapped(tensor.shape, indices)
-    outside = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=tensor.device)
-    if tensor.numel() == 0:
-        return outside.expand(inside.shape)
-    return torch.where(inside, tensor[tuple(wrapped)].to(dtype), outside)
-
-
-def scatter(total: Tensor, gradient: Tensor, indices: Sequence[Tensor]) -> None:
-    """Adds a tile's gradient to the elements that were read, in an order that does not change from run to run."""
-    if not indices:
-        total.add_(gradient.sum())
-        return
-    if total.numel() == 0:
-        return
-    wrapped, inside = _wrapped(total.shape, indices)
-    gradient = gradient.expand(torch.broadcast_shapes(gradient.shape, inside.shape)).sum_to_size(inside.shape)
-    gradient = torch.where(inside, gradient, 0.0).reshape(-1)
-    flat = torch.zeros_like(inside, dtype=torch.int64)
-    for index, stride in zip(wrapped, total.stride(), strict=True):
-        flat = flat + index * stride
-    flat = flat.reshape(-1)
-    if total.is_cuda:
-        total.view(-1).index_put_((flat,), gradient, accumulate=True)  # sorts; index_add_ would add in the order of arrival
-    else:
-        total.view(-1).index_add_(0, flat, gradient)
-
-
-# ------------------------------------------------------------------------------------------------------------------ derivative
-
-
-class Read(NamedTuple):
-    """One use of a captured tensor: its number, the positions of its indices, and that of the gradient of the element read."""
-
-    slot: int
-    indices: tuple[int, ...]
-    gradient: int
-
-
-class Derivative(NamedTuple):
-    """Instructions of the forward pass and its derivative; `dscore` is None where the result does not depend on the score.
-
-    The one operation that programs lack is `chain(grad, slope)`: grad · slope, and 0 where grad is 0 even if the slope is inf or NaN.
-    """
-
-    instructions: tuple[Instruction, ...]
-    dscore: int | None
-    reads: tuple[Read, ...]
-
-
-def _derive(instructions: Sequence[Instruction]) -> Derivative:
-    graph = Graph()
-    values = [graph.add(*instruction) for instruction in instructions]
-    adjoints: list[Expr | None] = [None] * len(values)
-    adjoints[-1] = graph.var("grad")
-    dscore, reads = None, []
-    for position in reversed(range(len(values))):
-        op, args, value, kind = instructions[position]
-        grad = adjoints[position]
-        if grad is None or kind != "float":
-            continue
-        if op == "var" and value == "score":
-            dscore = grad.index
-        elif op == "load":
-            reads.append(Read(value, args, grad.index))
-        elif op in ADJOINTS:
-            operands = [values[argument] for argument in args]
-            for argument, part in zip(args, ADJOINTS[op](grad, values[position], value, *operands), strict=True):
-                if part is not None:
-                    adjoints[argument] = part if adjoints[argument] is None else adjoints[argument] + part
-    outputs = [] if dscore is None else [dscore]
-    for read in reads:
-        outputs += [read.gradient, *read.indices]
-    kept, places = compact(graph, outputs)
-    queue = iter(places)
-    dscore = None if dscore is None else next(queue)
-    return Derivative(kept, dscore, tuple(Read(r.slot, gradient=next(queue), indices=tuple(next(queue) for _ in r.indices)) for r in reads))
-
-
-def chain(grad: Expr, slope: Expr) -> Expr:
-    instruction = grad.graph.instructions[slope.index]
-    if instruction.op == "const" and math.isfinite(instruction.value):
-        return grad * slope
-    return grad.graph.add("chain", (grad.index, slope.index))
-
-
-def _adjoint_of_extremum(a_wins: str) -> Callable[..., tuple[Expr, Expr]]:
-    def adjoint(grad: Expr, y: Expr, value: None, a: Expr, b: Expr) -> tuple[Expr, Expr]:
-        ahead = a < b if a_wins == "less" else a > b
-        half = where(a == b, grad * 0.5, 0.0)  # PyTorch's convention for ties
-        return where(ahead, grad, half), where(ahead | (a == b), half, grad)
-
-    return adjoint
-
-
-# operation -> (gradient of the result, result, constant, *operands) -> gradient of each operand, None where it has none.
-# A selection passes its gradient by selecting, so what the other branch holds never enters.
-ADJOINTS: dict[str, Callable[..., tuple[Expr | None, ...]]] = {
-    "add": lambda g, y, c, a, b: (g, g),
-    "sub": lambda g, y, c, a, b: (g, -g),
-    "mul": lambda g, y, c, a, b: (chain(g, b), chain(g, a)),
-    "div": lambda g, y, c, a, b: (chain(g, 1.0 / b), chain(g, -(y / b))),
-    "neg": lambda g, y, c, a: (-g,),
-    "abs": lambda g, y, c, a: (where(a < 0, -g, where(a > 0, g, 0.0)),),
-    "min": _adjoint_of_extremum("less"),
-    "max": _adjoint_of_extremum("greater"),
-    "where": lambda g, y, c, condition, a, b: (None, where(condition, g, 0.0), where(condition, 0.0, g)),
-    "exp": lambda g, y, c, a: (chain(g, y),),
-    "exp2": lambda g, y, c, a: (chain(g, y * math.log(2.0)),),
-    "log": lambda g, y, c, a: (chain(g, 1.0 / a),),
-    "log2": lambda g, y, c, a: (chain(g, 1.0 / (a * math.log(2.0))),),
-    "sqrt": lambda g, y, c, a: (chain(g, 0.5 / y),),
-    "rsqrt": lambda g, y, c, a: (chain(g, -0.5 * y * y * y),),
-    "pow": lambda g, y, c, a: (chain(g, c * FUNCTIONS["pow"](a, c - 1.0)),),
-    "tanh": lambda g, y, c, a: (chain(g, 1.0 - y * y),),
-    "sigmoid": lambda g, y, c, a: (chain(g, y * (1.0 - y)),),
-    "sin": lambda g, y, c, a: (chain(g, FUNCTIONS["cos"](a)),),
-    "cos": lambda g, y, c, a: (chain(g, -FUNCTIONS["sin"](a)),),
-    "erf": lambda g, y, c, a: (chain(g, (2.0 / math.sqrt(math.pi)) * FUNCTIONS["exp"](-(a * a))),),
-}

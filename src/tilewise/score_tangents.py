@@ -14,8 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .expressions import Expr, Graph, Instruction
-from .score_mod import ADJOINTS, Program, chain, compact, execute, scatter
+from .evaluation import execute, scatter
+from .expressions import Expr, Graph, Instruction, compact
+from .score_adjoints import ADJOINTS, chain
+from .score_mod import Program
 
 _TANGENT_OF = {"score": "score_tangent", "grad": "grad_tangent"}
 

@@ -32,6 +32,7 @@ from .ops import (
     has_no_sequence,
     heads_first,
     library,
+    on_device,
     operands,
     rank2,
     rank4,
@@ -40,7 +41,7 @@ from .ops import (
     visible_flops,
     wanted_aux,
 )
-from .plan import Outputs, Request, Tangents
+from .plan import Outputs, Request, Tangents, out_of_reach
 
 COTANGENTS = ("dout", "dlse", "dkey_mass", "dentropy")
 TANGENTS = tuple(f"t{name}" for name in DIFFERENTIABLE)
@@ -74,7 +75,10 @@ def chosen_tf32(args: dict[str, Any]) -> bool:
 
 def _direction(args: dict[str, Any]) -> Tangents:
     tq, tk, tv = (None if args[name] is None else heads_first(args[name], args["layout"]) for name in ("tq", "tk", "tv"))
-    return Tangents(tq, tk, tv, rank4(args["tbias"]), rank2(args["talibi_slopes"]), args["tsink"], tuple(args["tcaptured"] or ()))
+    tbias, tslopes = rank4(args["tbias"]), rank2(args["talibi_slopes"])
+    if tbias is not None and out_of_reach(tbias):
+        tbias = tbias.contiguous()
+    return Tangents(tq, tk, tv, tbias, None if tslopes is None else tslopes.contiguous(), args["tsink"], tuple(args["tcaptured"] or ()))
 
 
 def _jvp_outputs(args: dict[str, Any]) -> tuple[Any, ...]:
@@ -94,7 +98,9 @@ def _jvp(*flat: Any) -> tuple[Tensor, ...]:
                 x.zero_()
     else:
         request = Request(aux=wanted_aux(args["aux"]), out_dtype=args["out"].dtype, tangent=True)
-        plan.select(t, r, args["backend"], request=request).tangent_kernels().jvp(t, r, u, saved(args), tangents)
+        chosen = plan.select(t, r, args["backend"], request=request)
+        with on_device(t.q):
+            chosen.tangent_kernels().jvp(t, r, u, saved(args), tangents)
     return as_tensors(results)
 
 
@@ -112,7 +118,8 @@ def _backward_jvp(*flat: Any) -> list[Tensor]:
     else:
         request = replace(backward_request(args), tangent=True)
         kernels = plan.select(t, r, args["backend"], request=request).tangent_kernels()
-        kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
+        with on_device(t.q):
+            kernels.backward_jvp(t, r, u, saved(args), cotangents(args), cotangents(args, "td"), buffers.grads)
     return buffers.finished()
 
 

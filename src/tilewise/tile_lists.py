@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from . import tile_cache
-from .mask_base import UNLIMITED, Mask
+from .mask_base import Mask
 from .tile_status import EMPTY, FULL, PARTIAL, Grid, by_operator, has_triton, tile_status
+from .windows import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .mask_base import UNLIMITED, And, Mask, Not, Or
+from .mask_base import And, Mask, Not, Or
 from .masks import Blocks, Document
 from .plan import target_of
 from .score_mod import Program
+from .windows import UNLIMITED
 
 EMPTY, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
 HOST_PAIRS, DEVICE_PAIRS = 1 << 20, 1 << 24  # pairs looked at together: near the caches; long compared with a launch
@@ -255,7 +256,7 @@ def _evaluate(text: str, captured: list[Tensor], status: Tensor, *numbers: int) 
         from .kernels.triton.tile_status import evaluate
 
         with torch.cuda.device(status.device):
-            return evaluate(text, captured, status, grid)
+            return evaluate(text, captured, status.contiguous(), grid)
     return _evaluate_rows(text, captured, status, grid)
 
 

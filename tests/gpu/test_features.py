@@ -226,6 +226,25 @@ def test_float32_output_of_16_bit_inputs(backend):
     torch.testing.assert_close(wide.to(torch.bfloat16), narrow, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("how", ["column", "shared"])
+def test_vectors_behind_strides(backend, how):
+    """Slopes, sinks and lengths as a column of a table, or one number for all; often enough for what comes again to be played."""
+
+    def behind(x):
+        return torch.stack([x + 1, x, x - 1], -1)[..., 1] if how == "column" else x.flatten()[:1].expand(x.shape)
+
+    vectors = {
+        "alibi_slopes": randn(3, 4, dtype=torch.float32).abs() * 0.1,
+        "learnable_sink": randn(4, dtype=torch.float32),
+        "seqused_q": lengths(333, 100, 7),
+        "seqused_k": lengths(400, 517, 30),
+    }
+    inputs = {name: x.detach() for name, x in qkv(3).items()}
+    for name, x in vectors.items():
+        for _ in range(4):
+            compare({**inputs, name: behind(x), "causal": True}, backend, gradients=False)
+
+
 @pytest.mark.parametrize("needed", ["q", "k", "v", "bias", "learnable_sink", "alibi_slopes"])
 def test_one_gradient_alone(needed):
     """Whatever single input asks for its gradient, it is the one of the call that computes all."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from tilewise import attention, cost, explain
 from tilewise.bench.cases import Case
 from tilewise.bench.check import Oracle
-from tilewise.bench.peers import BUILT_IN, Inputs
+from tilewise.bench.peers import BUILT_IN
+from tilewise.bench.provider import Inputs
 
 from ..reports import report
 from .common import calling, differentiates, qkv, randn

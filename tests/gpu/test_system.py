@@ -147,13 +147,18 @@ def test_a_new_length_compiles_nothing(report, backend):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_tensors_on_a_device_that_is_not_current(backend, compiled):
     torch._dynamo.reset()
-    inputs = {name: x.to("cuda:1") for name, x in qkv(2, 200, 200).items()}
     call = torch.compile(attention) if compiled else attention
-    with torch.cuda.device(0):
-        out = call(**inputs, causal=True, backend=backend)
-    expected, _ = reference.attention(**inputs, causal=True)
-    assert out.device == inputs["q"].device
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    for device in ("cuda:1", "cuda:0", "cuda:1"):  # what is kept of one device's launches is not for the other
+        inputs = {name: x.to(device).requires_grad_(differentiates(backend)) for name, x in qkv(2, 200, 200).items()}
+        expected, _ = reference.attention(**inputs, causal=True)
+        with torch.cuda.device(0):
+            for _ in range(3):
+                out = call(**inputs, causal=True, backend=backend)
+                if differentiates(backend):
+                    grads = torch.autograd.grad(out.square().sum(), list(inputs.values()))
+                    assert all(x.device == out.device and x.isfinite().all() for x in grads)
+        assert out.device == inputs["q"].device
+        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
 
 # --------------------------------------------------------------------------------------------------------------- repeated bits

@@ -65,6 +65,27 @@ def test_vmap_and_its_gradients(name: str) -> None:
             same(grads[key][n], expected)
 
 
+def test_samples_of_one_item_share_its_lengths() -> None:
+    """Folded into one batch, they have one length, slope and LSE in memory, by a stride of 0."""
+    q, k, v = random(6, 1, 100, 4, 64), random(1, 130, 2, 64), random(1, 130, 2, 64)
+    shared = dict(
+        seqused_k=torch.tensor([77], dtype=torch.int32, device=DEVICE), seqused_q=torch.tensor([90], dtype=torch.int32, device=DEVICE)
+    )
+    shared |= dict(alibi_slopes=random(1, 4).abs() * 0.1, learnable_sink=random(4))
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q, k, v, **shared, causal=True)
+
+    def slope(q: Tensor) -> Tensor:
+        return torch.func.grad(lambda q: call(q).square().sum())(q)
+
+    for f in (call, slope):
+        close(torch.func.vmap(f)(q), torch.stack([f(x) for x in q]))
+    dout = random(6, 1, 100, 4, 64)
+    _, pull = torch.func.vjp(call, q[0])
+    close(torch.func.vmap(pull)(dout)[0], torch.stack([pull(x)[0] for x in dout]))
+
+
 @pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian], ids=lambda f: f.__name__)
 def test_jacobians_and_hessians(transform: Callable[..., Any]) -> None:
     x = [random(1, size, heads, 16, dtype=torch.float32) for size, heads in ((3, 2), (5, 1), (5, 1))]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .cases import Case
 from .masked import case_mask
-from .peers import Inputs
+from .provider import Inputs
 
 # How many times the error of the unfused computation in the same dtype an implementation may show.
 TIMES_UNFUSED = 3.0

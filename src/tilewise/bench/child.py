@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .cases import CASES, Case
-from .peers import Inputs, find
+from .peers import find
+from .provider import Inputs
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 # Where compiled kernels outlive a process; a fresh folder for each makes a first call cold.

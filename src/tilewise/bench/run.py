@@ -22,7 +22,8 @@ from ..cost import extra_bytes, output_bytes, unfused_bytes
 from . import child
 from .cases import Case, select
 from .check import Oracle
-from .peers import Inputs, Prepared, Provider, Unsupported, find
+from .peers import find
+from .provider import Inputs, Prepared, Provider, Unsupported
 from .report import Reporter, closing_tables
 from .source_hash import kernel_source_hash
 from .timing import CudaClock, HostClock, Samples, Sensors, WallClock, ceilings
@@ -162,7 +163,7 @@ class Benchmark:
             "triton": triton_version,
             "cudnn": torch.backends.cudnn.version() if self.device == "cuda" else None,
             "threads": torch.get_num_threads() if self.device == "cpu" else None,
-            "source_hash": kernel_source_hash(),
+            "source_hash": kernel_source_hash(self.device),
             "ceiling_tflops": round(product / 1e12, 4),
             "ceiling_tbps": round(copy / 1e12, 4),
         }

@@ -28,7 +28,8 @@ from ..kernels.triton import configs
 from ..kernels.triton.configs import DKDV, DQ, FORWARD, Config
 from .cases import Case
 from .check import Oracle
-from .peers import Inputs, Prepared, find
+from .peers import find
+from .provider import Inputs, Prepared
 from .report import rate
 from .timing import CudaClock, Samples, Sensors
 

@@ -43,8 +43,8 @@ def scaled_dot_product_attention(
         ``(..., Hq, L, Ev)``.
 
     Raises:
-        ValueError: shapes that do not fit. TypeError: a wrong dtype. UnsupportedAttention: a combination that cannot be served, such as a
-        mask of rank 5 whose strides would make it be copied.
+        ValueError: shapes that do not fit. TypeError: a wrong dtype.
+        UnsupportedAttention: a combination that cannot be served, such as a mask of rank 5 whose strides would make it be copied.
 
     Example:
         >>> q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))

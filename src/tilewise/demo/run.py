@@ -88,7 +88,7 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
-        "source_hash": kernel_source_hash(),
+        "source_hash": kernel_source_hash(device.type),
         "training": _train_all(settings, device, progress),
         "scaling": _measure_all(settings, device, progress),
     }

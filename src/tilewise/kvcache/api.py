@@ -14,9 +14,10 @@ from ..api import Aux, autocast
 from ..checks import broadcasts, check_finite, check_return_aux, check_window, typed
 from ..errors import UnsupportedAttention
 from ..expressions import Graph, Tracing, same_device
-from ..mask_base import Pair, intersection
-from ..masks import And, Mask, conjuncts
+from ..mask_base import And, Pair, conjuncts
+from ..masks import Mask
 from ..score_mod import check_reads, program_text
+from ..windows import intersection
 from . import checks, ops
 from .checks import CacheSizes
 
@@ -177,7 +178,8 @@ def _append_and_read(
     q, k, v = cast_new(q, k, v)
     checks.refuse_gradients(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes,
-        learnable_sink=learnable_sink, k_descale=k_descale, v_descale=v_descale,
+        learnable_sink=learnable_sink, k_descale=k_descale, v_descale=v_descale, cache_seqlens=cache_seqlens, page_table=page_table,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, mask=mask,
     )  # fmt: skip
     names = check_return_aux(return_aux)
     if set(names) - {"lse"}:

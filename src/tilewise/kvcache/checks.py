@@ -186,7 +186,7 @@ def descale(name: str, x: Tensor | None, k_cache: Tensor, sizes: CacheSizes) -> 
     return x[None] if x.ndim == 1 else x
 
 
-def refuse_gradients(**tensors: Tensor | None) -> None:
+def refuse_gradients(**tensors: Any) -> None:
     """A cache call has no derivative and writes where it is told: an input that wants one, or is mapped, would get silence."""
     mapped = torch._C._are_functorch_transforms_active()
     if (mapped or forward_ad._current_level >= 0) and not torch.compiler.is_compiling():

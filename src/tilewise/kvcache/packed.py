@@ -13,8 +13,9 @@ from torch import Tensor
 from ..api import Aux
 from ..checks import check_finite, check_return_aux, check_window, typed
 from ..errors import UnsupportedAttention
-from ..mask_base import intersection, traced
+from ..mask_base import traced
 from ..masks import Mask
+from ..windows import intersection
 from . import checks, ops
 from .api import cast_new, lower_rule, per_head
 
@@ -71,7 +72,10 @@ def attention_over_pages(
     if q.ndim != 3:
         raise ValueError(f"q has shape {tuple(q.shape)}; packed queries have rank 3, (total, Hq, D)")
     q = cast_new(q, None, None)[0]
-    checks.refuse_gradients(q=q, k=k_pages, v=v_pages, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
+    checks.refuse_gradients(
+        q=q, k=k_pages, v=v_pages, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
+        page_table=page_table, seqused_k=seqused_k,
+    )  # fmt: skip
     names = check_return_aux(return_aux)
     if set(names) - {"lse"}:
         raise UnsupportedAttention(f"return_aux is {return_aux!r}; over pages only 'lse' can be returned")
