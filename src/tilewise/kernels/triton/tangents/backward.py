@@ -126,7 +126,8 @@ class MovingBackward:
     ) -> None:
         """Launch a kernel that takes the operands with their tangents, then `given`, then the strides of the operands and of `further`."""
         call, u = self.call, self.u
-        others = (u.tbias, u.talibi_slopes, *(x for x in named.values() if hasattr(x, "data_ptr")))
+        own = [x for name, x in named.items() if name.endswith("_ptr")]
+        others = (u.tbias, u.talibi_slopes, *(None if any(x is y for y in call.tensors) else x for x in own))
         if call.repeat(kernel, (*self.moving[3:], *given, *others), config):
             return
         heads = (*self.moving, *further)
