@@ -192,3 +192,13 @@ def test_backward_hides_what_nobody_sees():
     assert not dq[:, 7:].any() and not dq[:, 2].any()
     for x in (dk, dv):
         assert not x[:, 10:].any() and not x[:, 3].any()
+
+
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}], ids=str)
+def test_backward_of_empty_dimensions(shape):
+    """Without keys only a sink moves the LSE."""
+    x = make_inputs(**{"batch": 2, "seqlen_q": 3, "seqlen_k": 4, "heads": 2, **shape})
+    call = cases.Call(**x, options={"learnable_sink": torch.randn(2)})
+    exact = exact_tangents(call, EVERYTHING, torch.float64)
+    for name, got in kernels_tangents(call, arrivals(call, EVERYTHING)).items():
+        torch.testing.assert_close(got.double(), exact[name], rtol=1e-5, atol=1e-6)
