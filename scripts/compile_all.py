@@ -34,9 +34,11 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 KERNELS = ("attention_forward", "row_terms", "lse_rest", "attention_dkdv", "attention_dq", "bias_gradient", "schedule", "sum_rows")
-KERNELS += ("find_nonfinite", "attention_jvp", "key_mass")
+KERNELS += ("find_nonfinite", "attention_jvp", "key_mass", "row_tangents", "attention_dq_tangent", "attention_dkdv_tangent")
 PURPOSE = {"attention_forward": "forward", "lse_rest": "forward", "attention_dkdv": "dkdv", "attention_dq": "dq", "bias_gradient": "dbias"}
 PURPOSE["key_mass"] = "dkdv"
+# Kernels with tiles of their own, see `tangents.configs`.
+TANGENTS = {"attention_jvp": "forward", "row_tangents": "rows", "attention_dq_tangent": "dq", "attention_dkdv_tangent": "dkdv"}
 FEATURES = (
     "plain",
     "causal",
@@ -108,7 +110,10 @@ def kernels_package(source: Path = SOURCES):
             package.__path__ = [str(folder)]
             sys.modules[name] = package
     from tilewise.kernels.triton import bias_gradient, configs, dkdv, dq, finite, forward_pass, key_mass, lse_rest, packed, row_terms
+    from tilewise.kernels.triton.tangents import dkdv as dkdv_tangent
+    from tilewise.kernels.triton.tangents import dq as dq_tangent
     from tilewise.kernels.triton.tangents import forward as tangents
+    from tilewise.kernels.triton.tangents import rows
 
     return configs, {
         "attention_forward": forward_pass.attention_forward,
@@ -122,6 +127,9 @@ def kernels_package(source: Path = SOURCES):
         "find_nonfinite": finite.find_nonfinite,
         "key_mass": key_mass.key_mass,
         "attention_jvp": tangents.attention_jvp,
+        "row_tangents": rows.row_tangents,
+        "attention_dq_tangent": dq_tangent.attention_dq_tangent,
+        "attention_dkdv_tangent": dkdv_tangent.attention_dkdv_tangent,
     }
 
 
@@ -134,20 +142,24 @@ def source_hash() -> str:
 
 def config_of(case: Case, configs):
     """The tiles that the case runs with on a device of its target; None for a kernel without a choice."""
-    if case.kernel == "attention_jvp":
-        from tilewise.kernels.triton.tangents.forward import TILES
-
-        return TILES[case.bits][configs.padded(case.head_dim)]
-    if case.kernel not in PURPOSE:
+    if case.kernel not in PURPOSE and case.kernel not in TANGENTS:
         return None
     named = {"window": "window_left", "seqused": "lengths", "packed": "lengths"}
     used = frozenset(named.get(feature, feature) for feature in FEATURES if case.has(feature))
     limit, block = configs.SHARED_LIMIT[case.target], configs.padded(case.head_dim)
+    if case.kernel in TANGENTS:
+        from tilewise.kernels.triton.tangents import configs as tangents
+
+        return tangents.choose(case.target, limit, case.bits, TANGENTS[case.kernel], used, block, block)
     return configs.choose(case.target, limit, case.bits, PURPOSE[case.kernel], used, block, block)
 
 
 def estimated_shared(case: Case, configs) -> int:
     block = configs.padded(case.head_dim)
+    if case.kernel in TANGENTS:
+        from tilewise.kernels.triton.tangents import configs as tangents
+
+        return tangents.shared_bytes(config_of(case, configs), case.target, case.bits, TANGENTS[case.kernel], block, block)
     used = frozenset(feature for feature in FEATURES if case.has(feature))
     return configs.shared_bytes(config_of(case, configs), case.bits, PURPOSE[case.kernel], block, block, used)
 
@@ -159,7 +171,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} if config else {"BLOCK_M": 64}
     tma = bool(config and config.descriptors and case.kernel not in ("lse_rest", "key_mass"))
     natural = case.bits == 32 or case.has("bias", "softcap", "alibi", "program")
-    natural |= case.kernel in ("lse_rest", "bias_gradient", "attention_jvp")
+    natural |= case.kernel in ("lse_rest", "bias_gradient")
     constants |= {
         "ALIGN": 128 // case.bits,
         "TMA": tma,
@@ -206,6 +218,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "window_left": "i32" if case.has("window") else None,
         "window_right": "i32" if case.has("causal", "window") else None,
         "dlse_ptr": None,
+        "tdlse_ptr": None,
         "rest_ptr": "*fp32" if bias or case.kernel == "lse_rest" else None,
         "dbias_ptr": "*fp32" if case.kernel == "bias_gradient" else None,
         "bias_rows_ptr": None,
@@ -224,7 +237,7 @@ def argument_types(case: Case, parameters, configs) -> tuple[dict[str, str], dic
         "dcaptured_ptr": ("*fp32", "*fp32", "constexpr") if case.has("program") else None,
     }
     floats = {"scale", "unit", "unit_exact", "keep_scale", "lse_scale"}
-    statistics = {"lse_ptr", "tlse_ptr", "row_lse_ptr", "delta_ptr", "partial_ptr", "result_ptr", "mass_ptr"}
+    statistics = {"lse_ptr", "tlse_ptr", "row_lse_ptr", "row_tlse_ptr", "delta_ptr", "tdelta_ptr", "partial_ptr", "result_ptr", "mass_ptr"}
 
     def kind(name: str) -> str | tuple | None:
         if name in optional:
@@ -305,6 +318,10 @@ def matrix() -> Iterator[Case]:
             if target in ("sm80", "sm90"):
                 yield from (Case(kernel, target, 128, "bf16", features) for features in FEATURES[2:])
         yield from (Case(kernel, target, 128, "bf16", "causal") for kernel in KERNELS if kernel not in WALKS)
+        for kernel in TANGENTS:
+            yield from (Case(kernel, target, dim, "bf16", "causal") for dim in (64, 256))
+            yield Case(kernel, target, 128, "bf16", "plain")
+            yield Case(kernel, target, 64, "fp32", "causal")
 
 
 def sample() -> Iterator[Case]:
@@ -316,6 +333,9 @@ def sample() -> Iterator[Case]:
         yield Case(kernel, "sm90", 128, "bf16", "plain")
         yield Case(kernel, "sm90", 64, "bf16", "causal")
         yield Case(kernel, "sm80", 64, "fp16", "everything")
+    for kernel in ("row_tangents", "attention_dq_tangent", "attention_dkdv_tangent"):
+        yield Case(kernel, "sm90", 128, "bf16", "plain")
+        yield Case(kernel, "sm90", 64, "bf16", "causal")
 
 
 def main() -> int:

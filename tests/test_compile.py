@@ -23,6 +23,7 @@ sys.modules["compile_all"] = compile_all
 spec.loader.exec_module(compile_all)
 
 from tilewise.kernels.triton import configs  # noqa: E402
+from tilewise.kernels.triton.tangents import configs as tangents  # noqa: E402
 
 OLDEST = Path(__file__).parent.parent / ".venv36" / "bin" / "python"
 STALE = "benchmarks/compiled.json is not of these sources: run python scripts/compile_all.py"
@@ -48,6 +49,8 @@ def spills_too_much(row: dict) -> bool:
 def test_sample_compiles_within_bounds(case):
     row = compile_in_a_process(case)
     assert row["shared"] <= configs.SHARED_LIMIT[case.target]
+    if case.kernel in compile_all.TANGENTS:  # what chooses their tiles at run time
+        assert row["shared"] <= compile_all.estimated_shared(case, configs)
     assert not spills_too_much(row), row
 
 
@@ -119,3 +122,20 @@ def test_no_tile_has_more_warps_than_pieces_of_work(arch, bits, purpose):
         rows = config.block_n if purpose == configs.DKDV else config.block_m
         smallest = min([config.block_m * config.block_n, *(rows * n for n in columns)])
         assert 1 <= config.num_warps <= smallest // 128, (used, d, dv, listed, config)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in configs.SHARED_LIMIT if arch != "interpreter"])
+@pytest.mark.parametrize("purpose", [configs.FORWARD, tangents.ROWS, configs.DQ, configs.DKDV])
+def test_tiles_of_tangents(arch, purpose):
+    """They fit by the estimate that chooses them, divide what is kept of each query, and have no more warps than pieces of work."""
+    features = sorted(tangents.HEAVIER)
+    calls = [frozenset({"tf32"}), frozenset({*features, "tf32"}), *(frozenset({name, "tf32"}) for name in features)]
+    dims = (16, 32, 64, 128, 256)
+    limit = configs.SHARED_LIMIT[arch]
+    for used, bits, d, dv in itertools.product(calls, (16, 32), dims, dims):
+        if bits == 32 and max(d, dv) > 64:
+            continue
+        config = tangents.choose(arch, limit, bits, purpose, used, d, dv)
+        assert tangents.shared_bytes(config, arch, bits, purpose, d, dv) <= limit
+        assert configs.ROW_BLOCK % config.block_m == 0
+        assert arch == "gfx942" or 1 <= config.num_warps <= tangents.pieces(config, purpose, d, dv), (used, d, dv, config)

@@ -293,7 +293,13 @@ def test_a_named_backend_without_tangents_raises() -> None:
     assert plan.select(t, r, "hopper", request=request, target=gpu).backend == "tiled"
     plain = replace(r, score_mod="")
     assert plan.select(t, plain, "triton", request=request, target=gpu).backend == "triton"
-    assert plan.select(t, plain, "auto", request=replace(request, backward=True), target=gpu).backend == "tiled"
+    second = replace(request, backward=True)
+    assert plan.select(t, plain, "auto", request=second, target=gpu).backend == "triton"
+    shared = replace(t, bias=torch.zeros(1, 2, 32, 32).half())
+    assert plan.select(shared, plain, "auto", request=replace(second, needs=frozenset({"q"})), target=gpu).backend == "triton"
+    second, shared = replace(second, needs=frozenset({"bias"})), replace(t, bias=torch.zeros(1, 1, 32, 32).half())
+    chosen = plan.select(shared, plain, "auto", request=second, target=gpu, warn=False)
+    assert chosen.backend == "tiled" and "a bias of all queries and keys that batch items or heads share" in dict(chosen.declined)["triton"]
 
 
 # ---------------------------------------------------------------------------------------------------------- composition

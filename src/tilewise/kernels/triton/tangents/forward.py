@@ -11,62 +11,35 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
+from ..configs import FORWARD
 from ..configs import ROW_BLOCK as ROWS
-from ..configs import Config, shared_limit
 from ..launch import RUNTIME, Launch, alignment, contiguous, matrix_strides, run, strides
 from ..lse_rest import lse_rest_of
 from ..tiles import (
     LOG2E,
     NEG_INF,
     ROW_BLOCK,
-    distances,
-    dropout_keep,
     head_of,
     hide_rows,
     key_tile_range,
     load_matrix,
     load_tile,
     matrix_of,
-    probabilities,
-    scores,
     store_tile,
     used_length,
 )
+from .configs import config_of
+from .steps import OWN, drop_pairs, kept_pairs, load_moving, moving_scores
 
 if TYPE_CHECKING:
     from ....plan import Operands, Outputs, Rules, Saved, Tangents
 
-OWN = [f"stride_{x}{dim}" for x in ("tq", "tk", "tv", "to") for dim in "bhsd"] + [f"stride_tbias_{dim}" for dim in "bhmn"]
-OWN += ["stride_tslopes_b", "stride_tslopes_h"]
-
-
-@triton.jit
-def score_tangent(
-    q, tq, k_tile, tk_tile, capped, tbias, tslope, offs_m, offs_n, span, rules, PRECISION: tl.constexpr, CUT: tl.constexpr
-):  # fmt: skip
-    """How the scores of a tile move, [M, N], before the mask."""
-    scale, softcap, _, _ = rules
-    ts = tl.zeros([q.shape[0], k_tile.shape[0]], tl.float32)
-    if tq is not None:
-        ts = tl.dot(tq, k_tile.T, ts, input_precision=PRECISION)
-    if tk_tile is not None:
-        ts = tl.dot(q, tk_tile.T, ts, input_precision=PRECISION)
-    ts *= scale
-    if softcap is not None:
-        ratio = capped / softcap
-        ts *= 1.0 - ratio * ratio
-    if tbias is not None:
-        ts += load_matrix(tbias, offs_m, offs_n, span, False, CUT).to(tl.float32)
-    if tslope is not None:
-        ts -= tslope * distances(offs_m, offs_n, span, False)
-    return ts
-
 
 @triton.jit
 def walk_keys(
-    acc, tl_sum, q, tq, lse, rest, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, base2, drop,
+    acc, tl_sum, q, tq, lse, rest, k, tk, v, tv, offs_m, lo, hi, span, rules, bias, mask, tbias, tslope, drop,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    MOVES_K: tl.constexpr, MOVES_V: tl.constexpr, SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    SANITIZE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [lo, hi) contribute to the sums of p ts and of p (ts v + tv)."""
     MASKED: tl.constexpr = CUT or DENSE
@@ -74,29 +47,24 @@ def walk_keys(
     for n0 in tl.range(lo, hi, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT)  # [N, D]
-        tk_tile = None
-        if MOVES_K:
-            tk_tile = load_tile(tk, n0, len_k, BLOCK_N, BLOCK_D, D, False, CUT)
+        tk_tile = load_moving(tk, n0, len_k, BLOCK_N, BLOCK_D, D, CUT, False)
         bias_tile = load_matrix(bias, offs_m, offs_n, span, False, CUT)
         mask_tile = load_matrix(mask, offs_m, offs_n, span, False, CUT)
-        qk = tl.dot(q, k_tile.T, input_precision=PRECISION)  # [M, N]
-        s, capped, _ = scores(
-            qk, offs_m, offs_n, span, rules, bias_tile, mask_tile, "", "", True, SANITIZE, True, False, CUT, MASKED)  # fmt: skip
-        p = probabilities(s, lse[:, None], rest, base2, True)
-        ts = score_tangent(q, tq, k_tile, tk_tile, capped, tbias, tslope, offs_m, offs_n, span, rules, PRECISION, CUT)
+        tbias_tile = load_matrix(tbias, offs_m, offs_n, span, False, CUT)
+        s, p, ts, _traw, _capped = moving_scores(
+            q, tq, k_tile, tk_tile, lse[:, None], rest, offs_m, offs_n, span, rules, bias_tile, mask_tile, tbias_tile, tslope,
+            SANITIZE, True, False, CUT, MASKED, PRECISION)  # fmt: skip
         if MASKED:
             ts = tl.where(s != NEG_INF, ts, 0.0)  # what is hidden may hold anything
         w = p * ts
         tl_sum += tl.sum(w, 1)
-        if drop is not None:
-            keep = dropout_keep(offs_m, n0, BLOCK_N, drop)
-            w = tl.where(keep, w, 0.0)
-            p = tl.where(keep, p, 0.0)
+        keep = kept_pairs(offs_m, n0, BLOCK_N, drop, False)
+        w, p = drop_pairs(w, keep), drop_pairs(p, keep)
         v_tile = load_tile(v, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT)  # [N, DV]
         if MASKED and SANITIZE:
             v_tile = hide_rows(v_tile, s != NEG_INF, 0)
         acc = tl.dot(w.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [M, DV]
-        if MOVES_V:
+        if tv[0] is not None:
             tv_tile = load_tile(tv, n0, len_k, BLOCK_N, BLOCK_DV, DV, False, CUT)
             if MASKED and SANITIZE:
                 tv_tile = hide_rows(tv_tile, s != NEG_INF, 0)
@@ -120,7 +88,7 @@ def attention_jvp(
     bias_ptr, stride_bias_b: tl.int64, stride_bias_h: tl.int64, stride_bias_m: tl.int64, stride_bias_n,
     mask_ptr, stride_mask_b: tl.int64, stride_mask_h: tl.int64, stride_mask_m: tl.int64, stride_mask_n,
     slopes_ptr, stride_slopes_b, stride_slopes_h, seqused_q_ptr, seqused_k_ptr, seed_ptr,
-    heads, group, size_q, size_k, row_blocks, scale, unit, unit_exact, softcap, window_left, window_right,
+    heads, group, size_q, size_k, row_blocks, scale, softcap, window_left, window_right,
     dropout_threshold: tl.int64, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
@@ -142,14 +110,16 @@ def attention_jvp(
     v_head = (head_of(v_ptr, at_k, stride_vb, stride_vh, stride_vs, ALIGN, False), stride_vs * ALIGN, stride_vd, at_k)
     out_head = (head_of(out_ptr, at_q, stride_ob, stride_oh, stride_os, ALIGN, False), stride_os * ALIGN, stride_od, at_q)
     tout_head = (head_of(tout_ptr, at_q, stride_tob, stride_toh, stride_tos, ALIGN, False), stride_tos * ALIGN, stride_tod, at_q)
-    tq, tk_head, tv_head, bias, mask, tbias, slope, tslope, drop, rest = None, None, None, None, None, None, None, None, None, None
+    tq, bias, mask, tbias, slope, tslope, drop, rest = None, None, None, None, None, None, None, None
     if tq_ptr is not None:
         tq_head = (head_of(tq_ptr, at_q, stride_tqb, stride_tqh, stride_tqs, ALIGN, False), stride_tqs * ALIGN, stride_tqd, at_q)
         tq = load_tile(tq_head, m0, len_q, BLOCK_M, BLOCK_D, D, False, True)  # [M, D]
-    if tk_ptr is not None:
-        tk_head = (head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False), stride_tks * ALIGN, stride_tkd, at_k)
-    if tv_ptr is not None:
-        tv_head = (head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False), stride_tvs * ALIGN, stride_tvd, at_k)
+    tk_head = (
+        None if tk_ptr is None else head_of(tk_ptr, at_k, stride_tkb, stride_tkh, stride_tks, ALIGN, False), stride_tks * ALIGN,
+        stride_tkd, at_k)  # fmt: skip
+    tv_head = (
+        None if tv_ptr is None else head_of(tv_ptr, at_k, stride_tvb, stride_tvh, stride_tvs, ALIGN, False), stride_tvs * ALIGN,
+        stride_tvd, at_k)  # fmt: skip
     if bias_ptr is not None:
         bias = matrix_of(bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, BIAS_ALIGN)
     if mask_ptr is not None:
@@ -162,7 +132,7 @@ def attention_jvp(
         tslope = tl.load(tslopes_ptr + b * stride_tslopes_b + h * stride_tslopes_h).to(tl.float32)
     if seed_ptr is not None:
         drop = (tl.load(seed_ptr), dropout_threshold, b, h)
-    rules, base2 = (scale, softcap, slope, None), (unit, unit_exact)
+    rules = (scale, softcap, slope, None)
     row = bh.to(tl.int64) * size_q
     saved = tl.load(lse_ptr + row + offs_m, mask=inside, other=NEG_INF)
     lse = tl.where(saved == NEG_INF, float("inf"), saved)  # of a row without keys every probability is 0
@@ -177,8 +147,7 @@ def attention_jvp(
         if part > 0 or window_left is not None:
             acc, tlse = walk_keys(
                 acc, tlse, q, tq, lse, rest, k_head, tk_head, v_head, tv_head, offs_m, ends[part], ends[part + 1], span, rules, bias,
-                mask, tbias, tslope, base2, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, tk_ptr is not None, tv_ptr is not None, SANITIZE,
-                DENSE, PRECISION, part != 1)  # fmt: skip
+                mask, tbias, tslope, drop, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SANITIZE, DENSE, PRECISION, part != 1)  # fmt: skip
 
     if tsink_ptr is not None:  # a key without a value
         exponent = (tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E
@@ -191,35 +160,12 @@ def attention_jvp(
     tl.store(tlse_ptr + row + offs_m, tl.where(inside, tlse, 0.0), mask=offs_m < size_q)
 
 
-# bits -> {largest padded head dim: tiles}: what keeps the operands and their tangents in registers. float32 operands of head dim 128 fit in
-# no tile: products without tensor cores are unrolled, to kilobytes of spills a thread and half a minute of compilation.
-TILES = {
-    16: {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 32, 8, 1)},
-    32: {64: Config(32, 32, 8, 1)},
-}
-SMALLEST = Config(16, 16, 2, 1)
-
-
-def config_of(call: Launch) -> Config:
-    """The table's tiles, or the smallest where operands and tangents, twice what the forward pass holds, exceed the shared memory."""
-    from ....plan import target_of
-
-    target = target_of(call.t.q.device)
-    if target.type != "cuda":
-        return Config(32, 32, 1, 1)  # the interpreter: every loop takes several turns at the shapes of a test
-    row = TILES[call.bits]
-    chosen = row[min(dim for dim in row if dim >= max(call.block_d, call.block_dv))]
-    walked = chosen.block_n * 2 * (call.block_d + call.block_dv)
-    taken = chosen.block_m * 2 * call.block_d + chosen.num_stages * walked + chosen.block_m * chosen.block_n
-    return chosen if taken * call.bits // 8 + 1024 <= shared_limit(target) else SMALLEST
-
-
 def jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs) -> None:
     """Fill ``tangents.out`` and ``tangents.lse`` on the current stream of the tensors' device."""
     if tangents.lse.numel() == 0:
         return
     call = Launch(t, r)
-    config = config_of(call)
+    config = config_of(call, FORWARD)
     tq, tk, tv = (None if x is None else x.to(t.q.dtype) for x in (u.tq, u.tk, u.tv))
     given = [x for x in (t.q, t.k, t.v, tq, tk, tv, saved.out, tangents.out) if x is not None]
     align = alignment(*given)
@@ -230,8 +176,6 @@ def jvp(t: Operands, r: Rules, u: Tangents, saved: Saved, tangents: Outputs) -> 
         named: dict[str, Any] = {
             **call.rule_arguments,
             **call.constants(config, align, False),
-            "unit": 1.0,
-            "unit_exact": 1.0,
             "tbias_ptr": u.tbias,
             **{f"stride_tbias_{dim}": stride for dim, stride in zip("bhmn", matrix_strides(u.tbias), strict=True)},
             "tslopes_ptr": slopes,
