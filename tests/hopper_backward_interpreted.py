@@ -23,6 +23,14 @@ from tilewise.tile_lists import TileLists
 from . import helpers
 
 
+def as_accumulated(c, dq):
+    """Rows of dQ (N, dim) as the kernel leaves them in the accumulator, as whole blocks of (block_m * dim) numbers."""
+    split = 2 // c.tile.dq_rows
+    x = dq.reshape(-1, c.block_m // 16, 2, 8, split, c.dq_parts, c.dim // split // c.dq_parts // 8, 4, 2)
+    x = x.permute(0, 5, 4, 6, 1, 3, 7, 2, 8) if c.lanes else x.permute(0, 1, 2, 3, 5, 4, 6, 7, 8)
+    return x.reshape(-1, c.block_m * c.dim)
+
+
 class StandIn:
     """Fills the accumulator of dQ, dK and dV from the buffers that the Gluon kernel would be given."""
 
@@ -78,16 +86,14 @@ class StandIn:
 
         a["dv_desc"].base.copy_(of_key_heads(kept.mT @ do) * a["keep_scale"])
         a["dk_desc"].base.copy_(of_key_heads(ds.mT @ q) * a["out_scale"])
-        dq = torch.nn.functional.pad(ds @ k, (0, c.dim - dim)).reshape(-1, c.dim)
-        if c.dq_parts == 2:
-            dq = dq.view(-1, 2, 2, 64).transpose(1, 2).reshape(-1, c.dim)
+        dq = as_accumulated(c, torch.nn.functional.pad(ds @ k, (0, c.dim - dim)))
         if c.ordered:  # without turns, rows stay as they were allocated
-            taken = (dq.view(-1, c.block_m * c.dim) != 0).any(1)
+            taken = (dq != 0).any(1)
             StandIn.turns.copy_(taken[:, None].expand(-1, c.dq_parts).reshape(-1))
-            dq = torch.where(taken.repeat_interleave(c.block_m)[:, None], dq, float("nan"))
-            a["dq_desc"].base.copy_(dq)
+            dq = torch.where(taken[:, None], dq, float("nan"))
+            a["dq_desc"].base.view_as(dq).copy_(dq)
         else:
-            a["dq_desc"].base.add_(dq)
+            a["dq_desc"].base.view_as(dq).add_(dq)
 
     @staticmethod
     def listed(a, c, padded, seqlen_k):
@@ -113,7 +119,7 @@ class StandIn:
         q, k, v, do = (a[f"{name}_desc"].base.float()[0] for name in ("q", "k", "v", "do"))
         heads, group = q.shape[0], a["group"]
         lse, delta = (a[f"{name}_desc"].base.view(heads, a["row_blocks"], c.block_m) for name in ("lse", "delta"))
-        acc = a["dq_desc"].base.view(heads, a["row_blocks"], c.block_m, c.dim)
+        acc = a["dq_desc"].base.view(heads, a["row_blocks"], c.block_m * c.dim)
         for sequence, key, first_q, _rows_q, length_q, first_k, rows_k, length_k in StandIn.tiles.records.tolist():
             end, blocks = min(key + c.block_n, rows_k), -(-length_q // c.block_m)
             if key >= end:
@@ -137,13 +143,10 @@ class StandIn:
                 ds = prob * (mine[1] @ v_tile.mT - delta[h, read].reshape(-1, 1))
                 ours[1, h // group, :used, : v.shape[2]] += prob.mT @ mine[1]
                 ours[0, h // group, :used, : k.shape[2]] += ds.mT @ mine[0] * a["out_scale"]
-                dq = torch.nn.functional.pad(ds @ k_tile, (0, c.dim - k.shape[2]))
-                if c.dq_parts == 2:
-                    dq = dq.view(-1, 2, 2, 64).transpose(1, 2)
-                dq = dq.reshape(blocks, c.block_m, c.dim)
+                dq = as_accumulated(c, torch.nn.functional.pad(ds @ k_tile, (0, c.dim - k.shape[2])))
                 if c.ordered:
                     turns = StandIn.turns.view(heads, a["row_blocks"], c.dq_parts)[h, read]
-                    dq = torch.where((turns[:, :1, None] > 0), acc[h, read] + dq, dq)
+                    dq = torch.where((turns[:, :1] > 0), acc[h, read] + dq, dq)
                     turns += 1
                     acc[h, read] = dq
                 else:

@@ -60,6 +60,18 @@ class BackwardVariant:
         return self.tile.block_n
 
     @property
+    def featured(self) -> bool:
+        """Whether scores have terms that need registers of their own."""
+        return self.softcap or self.alibi or self.bias != "" or self.mask != "" or self.dropout
+
+    @property
+    def lanes(self) -> bool:
+        """Whether dQ lies in memory as threads hold it (`backward_pass.by_lanes`), not as rows and columns. With the other features
+        ptxas then gives up uniform registers, which costs more than the banks do.
+        """
+        return not (self.alibi or self.mask or self.bias == "full" or self.dropout)
+
+    @property
     def stages(self) -> int:
         return self.tile.stages
 
@@ -84,6 +96,11 @@ class BackwardVariant:
     @property
     def dq_columns(self) -> int:
         return self.dim // self.dq_parts
+
+    @property
+    def dq_box(self) -> tuple[int, int]:
+        """A part of a block of dQ in shared memory and as TMA adds it: lines of 32 numbers, which are 128 bytes, or rows and columns."""
+        return (self.block_m * self.dq_columns // 32, 32) if self.lanes else (self.block_m, self.dq_columns)
 
     @property
     def log2_block_m(self) -> int:

@@ -67,7 +67,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "do_desc": tiled(variant.block_m, variant.dim_v, variant.swizzle_v),
         "lse_desc": row,
         "delta_desc": row,
-        "dq_desc": f"tensordesc<fp32[{variant.block_m}, {variant.dq_columns}],{shared_layout(128, 2, 32)!r}>",
+        "dq_desc": f"tensordesc<fp32[{variant.dq_box[0]}, {variant.dq_box[1]}],{shared_layout(128, 2, 32)!r}>",
         "dk_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
         "dv_desc": tiled(variant.block_n, variant.dim_v, variant.swizzle_v),
         "lengths_q_ptr": "*i32",
@@ -291,6 +291,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         dslopes = make(batch, heads, key_tiles if key_records is None else seqlen_k, dtype=torch.float32)
     furthest = seqlen_q + seqlen_k  # a window beyond it hides nothing; keeps positions inside int32
     pointer = delta.data_ptr()
+    width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
     replay.start(
         program.kernel,
@@ -301,7 +302,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         descriptor(dout_16),
         Descriptor(row_lse, [rows], [1]),
         Descriptor(delta, [rows], [1]),
-        Descriptor(acc, [rows, variant.dim], [variant.dim, 1]),
+        Descriptor(acc, [acc.numel() // width, width], [width, 1]),
         descriptor(dk),
         descriptor(dv),
         pointer if lengths_q is None else lengths_q.data_ptr(),
@@ -346,7 +347,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         run(
             finish_queries, row_tiles * batch * heads,
             acc, turns, row_records, grads.dq, r.softmax_scale, *strides(grads.dq, align), heads, seqlen_q, row_tiles, row_blocks,
-            ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m, num_warps=4,
+            ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m,
+            SPLIT=2 // variant.tile.dq_rows, LANES=variant.lanes, num_warps=4,
         )  # fmt: skip
     if grads.dbias is not None:
         # The portable kernels recompute its tiles from the same LSE.

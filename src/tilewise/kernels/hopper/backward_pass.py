@@ -112,10 +112,20 @@ def partial_sums(C: gl.constexpr, x):
 
 
 @jit
+def by_lanes(C: gl.constexpr, part):
+    """A part of dQ [block_m, dq_columns] as lines of 32 numbers in the order [warp group, 8 columns, warp, lane, 4 values of a thread]:
+    each lane writes 16 bytes beside its neighbour's. As rows and columns, pairs of rows would meet in the same banks.
+    """
+    SPLIT: gl.constexpr = 2 // C.tile.dq_rows
+    x = gl.reshape(part, [4 * C.tile.dq_rows, 2, 8, SPLIT, C.dq_columns // SPLIT // 8, 4, 2])
+    return gl.reshape(gl.permute(x, (3, 4, 0, 2, 5, 1, 6)), [C.dq_box[0], C.dq_box[1]])
+
+
+@jit
 def hand_over(C: gl.constexpr, mem, base, number, part):
     """Put a part of dQ [block_m, dq_columns] where the adding warps take it. `number` counts the parts of this CTA."""
     wait(base + 8 * C.dq_empty, (number & 1) ^ 1)
-    mem.dq.store(part)
+    mem.dq.store(by_lanes(C, part) if C.lanes else part)
     arrive_each_warp(base + 8 * (C.dq_full + (number & 1)))
 
 
@@ -215,6 +225,8 @@ def add_block(
         exponent = s * p.exp_scale - lse[None, :]
         if C.alibi:
             exponent = exponent - slope * distances(C, tile, block, s_layout)
+    if not C.featured:  # among the exponentials, which leave issue slots
+        delta = mem.delta.index(do_stage).load(row_layout)
     prob = gl.exp2(exponent)
     if C.mask != "":
         prob = gl.where(mask != 0, prob, 0.0)
@@ -222,7 +234,8 @@ def add_block(
         prob = hide(C, p, tile, block, prob)
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
     wait(base + 8 * C.k_full, 0)
-    delta = mem.delta.index(do_stage).load(row_layout)
+    if C.featured:
+        delta = mem.delta.index(do_stage).load(row_layout)
     prob_kept = prob
     if C.dropout:
         prob_kept = kept(prob, bits, 8)
@@ -452,7 +465,6 @@ def attention_backward(
     BLOCK_N: gl.constexpr = C.block_n
     DIM: gl.constexpr = C.dim
     DIM_V: gl.constexpr = C.dim_v
-    DQ_COLUMNS: gl.constexpr = C.dq_columns
     BARRIERS: gl.constexpr = C.barrier_words
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     k = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, DIM], k_desc.layout)
@@ -477,7 +489,7 @@ def attention_backward(
         prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     else:
         prob = ds
-    dq = gl.allocate_shared_memory(gl.float32, [BLOCK_M, DQ_COLUMNS], dq_desc.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [C.dq_box[0], C.dq_box[1]], dq_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BarrierLayout())
     barrier_init(barriers.index(C.k_full), count=1)
     barrier_init(barriers.index(C.v_full), count=1)

@@ -95,31 +95,41 @@ def finish_queries(
     acc_ptr, turns_ptr, records_ptr, dq_ptr, scale, stride_dq_b: tl.int64, stride_dq_h: tl.int64, stride_dq_s: tl.int64, stride_dq_d,
     heads, seqlen, tiles, row_blocks,
     ALIGN: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * accumulator, in dQ's own dtype and strides; 0 where no turn was taken. One program BLOCK_M queries, as in
     `prepare_rows`, but also those that lie beyond the length of their sequence, or in none.
 
-    The accumulator has ACC columns, a multiple of 64; in two parts they lie as `backward_pass.halves` says.
+    The accumulator has ACC columns, a multiple of 64; in two parts they lie as `backward_pass.halves` says. With LANES its
+    numbers lie in the order of `backward_pass.by_lanes`, where SPLIT warp groups share the columns.
     """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows, first_q, block, filled = seqlen, 0, bh.to(tl.int64) * row_blocks + tile, DIM
+    SIZE: tl.constexpr = BLOCK_M * CHUNK
+    rows, first_q, block, filled = seqlen, 0, bh.to(tl.int64) * row_blocks + tile, SIZE
     if records_ptr is not None:
         sequence, row0, first_q, rows, length, _first_k, _rows_k, _length_k = packed_tile(records_ptr + tile * 8)
         if sequence < 0:
             return
         offs_m = row0 + tl.arange(0, BLOCK_M)
         block = bh.to(tl.int64) * row_blocks + first_q // BLOCK_M + sequence + row0 // BLOCK_M
-        filled = tl.where(row0 < length, DIM, 0)
+        filled = tl.where(row0 < length, SIZE, 0)
     if turns_ptr is not None:
-        filled = tl.where(tl.load(turns_ptr + block * PARTS, mask=filled > 0, other=0) > 0, DIM, 0)
-    padded = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        filled = tl.where(tl.load(turns_ptr + block * PARTS, mask=filled > 0, other=0) > 0, SIZE, 0)
+    start = acc_ptr + block * BLOCK_M * ACC
+    numbers = tl.arange(0, SIZE)
+    GROUPS: tl.constexpr = CHUNK * SPLIT * PARTS // ACC  # warp groups that have columns in a chunk
     target = dq_ptr + (b * stride_dq_b + h * stride_dq_h + (first_q + offs_m).to(tl.int64)[:, None] * stride_dq_s) * ALIGN
     for first in tl.static_range(0, ACC, CHUNK):
         source = first if PARTS == 1 else first // 64 % 2 * 128 + first // 128 * 64
         columns = tl.arange(0, CHUNK)[None, :]
-        acc = tl.load(acc_ptr + padded[:, None] * ACC + source + columns, mask=first + columns < filled, other=0.0)
+        if LANES:
+            acc = tl.load(start + source * BLOCK_M + numbers, mask=numbers < filled, other=0.0)
+            acc = tl.reshape(acc, [GROUPS, CHUNK // GROUPS // 8, BLOCK_M // 16, 8, 4, 2, 2])
+            acc = tl.reshape(tl.permute(acc, (2, 5, 3, 0, 1, 4, 6)), [BLOCK_M, CHUNK])
+        else:
+            acc = tl.load(start + tl.arange(0, BLOCK_M)[:, None] * ACC + source + columns, mask=columns < filled, other=0.0)
         visible = (first + columns < DIM) & (offs_m < rows)[:, None]
         offsets = (first + columns) * (1 if stride_dq_d is None else stride_dq_d)
         tl.store(target + offsets, (acc * scale).to(dq_ptr.dtype.element_ty), mask=visible)

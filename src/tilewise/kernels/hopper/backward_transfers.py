@@ -44,7 +44,7 @@ class Buffers:
     v: memdesc_type  # [1, 1, block_n, dim_v]
     p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
     ds: memdesc_type  # [block_n, block_m]
-    dq: memdesc_type  # [block_m, dq_columns] float32
+    dq: memdesc_type  # dq_box, float32
     barriers: memdesc_type
 
     @constexpr_function
@@ -72,7 +72,7 @@ class Descriptors:
     do: descriptor_type
     lse: descriptor_type  # all rows of all heads, each head padded to whole blocks
     delta: descriptor_type
-    dq: descriptor_type  # likewise, [rows, dim] float32
+    dq: descriptor_type  # likewise, float32, as rows or as lines of 32 numbers
     dk: descriptor_type
     dv: descriptor_type
     lse_rest: descriptor_type
@@ -163,6 +163,15 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
 
 
 @jit
+def dq_coordinates(C: gl.constexpr, row, part):
+    """Where a part of the block of dQ that starts at this row lies in its accumulator, for TMA."""
+    at = [row, part * C.dq_columns]
+    if C.lanes:
+        at = [row * (C.dim // 32) + part * C.dq_box[0], 0]
+    return at
+
+
+@jit
 def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
     """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
     one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
@@ -187,14 +196,14 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             await_turn(turn_ptr, turn)
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
             if turn == 0:
-                tma_store(desc.dq, [row, part * C.dq_columns], mem.dq)
+                tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
             else:
-                tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+                tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         else:
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
             if C.listed:
                 row = left_number(row_slot(C, base, count // PARTS))
-            tma_reduce_add(desc.dq, [row, part * C.dq_columns], mem.dq)
+            tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         tma_store_wait(0)
         arrive_each_warp(base + 8 * C.dq_empty)
         if C.ordered:

@@ -150,8 +150,8 @@ def arrive_if(barrier, thread, condition):
 def arrive_each_warp(barrier):
     """One arrival a warp, behind plain stores to shared memory that TMA is about to read (or behind its having read them)."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 l; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; "
-        "setp.eq.u32 p, l, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
+        "{ .reg .pred p; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; elect.sync _|p, 0xffffffff; "
+        "@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
         "=r,r",
         [barrier],
         dtype=gl.int32,
