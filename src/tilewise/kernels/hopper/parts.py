@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = 132  # of an H100 or H200 on SXM: for calls that are explained without a device
 MOST_PARTS = 64
 MOST_HEADS = 16
+FEW = 4  # parts of a row that one warp adds up at once; such calls have many rows, each a program of its own
 # In units of the time that a block of keys takes, some 1.5 microseconds for 128 queries, keys and columns. Estimates from sizes and rates.
 EDGES = 2.0  # a part's first product and its last store, under which nothing else runs
 MERGE = 6.0  # one launch more, on the host too
@@ -122,8 +123,9 @@ def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
         items, heads = batch * heads, 1
     rows = items * heads * seqlen_q
     shape = heads, 1, seqlen_q, items * seqlen_q, items, 1, items * heads, seqlen_q, 0, ANY_ROWS  # one tile a head, which has all queries
+    few = parts <= FEW
     run(
         merge_parts, rows, work, out.out, out.lse, None, *shape, parts, unit, power_of_two_at_least(unit),
-        DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=MERGED_AT_ONCE, NATURAL=False, num_warps=4,
-        enable_fp_fusion=True,
+        DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=FEW if few else MERGED_AT_ONCE, NATURAL=False,
+        num_warps=1 if few else 4, enable_fp_fusion=True,
     )  # fmt: skip

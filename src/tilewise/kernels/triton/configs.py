@@ -125,7 +125,7 @@ for _arch in ("sm80", "sm86", "sm120"):
     SLIGHT[_arch, 32, DQ] = {"tf32": {256: Config(16, 32, 4, 1)}}
 # The interpreter runs on the host: tiles so small that every loop takes several turns at the shapes of a test.
 TABLE |= {("interpreter", bits, purpose): {256: Config(32, 32, 1, 1)} for bits in (16, 32) for purpose in (FORWARD, DKDV, DQ, DBIAS)}
-# A bias that items or heads share: small tiles, which fit everywhere and leave room for a whole head dim of four inputs. Where these come by
+# A bias that items or heads share: small tiles, which fit anywhere and leave room for a whole head dim of four inputs. Where these come by
 # TMA, two blocks of eight warps fit on a multiprocessor.
 TABLE |= {(arch, 16, DBIAS): {128: Config(32, 64, 8, 1), 256: Config(64, 32, 4, 1)} for arch in SHARED_LIMIT if arch != "interpreter"}
 TABLE |= {(arch, 16, DBIAS): {128: Config(64, 64, 8, 2, True), 256: Config(64, 64, 8, 1, True)} for arch in ("sm90", "sm100")}
