@@ -248,6 +248,7 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     dropout_p = DROPPED * case["dropout"]
     r = Rules(case["dim"] ** -0.5, window_right=case["right"], dropout_p=dropout_p, deterministic=case["ordered"])
     variant = backward_launch.variant_of(t, r)
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
     monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
     new_empty = torch.Tensor.new_empty
 
@@ -351,6 +352,7 @@ def test_packed_sequences_with_the_large_kernel_replaced(name, monkeypatch):
     )  # fmt: skip
     r = Rules(case["dim"] ** -0.5, window_right=0 if case["causal"] else -1, deterministic=case["ordered"])
     variant = backward_launch.variant_of(t, r, case["slopes"])
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
     monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
     StandIn.slopes = inputs.get("alibi_slopes")
     scheduled, new_empty, new_zeros = backward_launch.packed.scheduled, torch.Tensor.new_empty, torch.Tensor.new_zeros

@@ -20,9 +20,11 @@ from tilewise.kernels.hopper.gluon_api import machine_code
 from .test_hopper_compile import SCRATCH, exponentials_between_waits, key_loops
 
 
-def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
+def variant(dim, dim_v=None, dtype="bf16", long=False, **rules) -> BackwardVariant:
     dim_v = dim_v or dim
-    tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout")))]
+    turns = not (long or any(rules.get(name) for name in ("packed", "listed", "ordered")))
+    featured = any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout"))
+    tile = TILES[tile_name(dim, dim_v, featured, turns)]
     return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), **rules)
 
 
@@ -46,6 +48,8 @@ REST = {
     "d64 softcap": variant(64, right=True, softcap=True),
     "d64 alibi": variant(64, right=True, alibi=True, slope_gradient=True),
     "d64 everything": variant(64, **EVERYTHING),
+    "d64 full, long": variant(64, long=True),
+    "d64 causal, long": variant(64, long=True, right=True),
     "d64/128 causal": variant(64, 128, right=True),
     "d128 full": variant(128),
     "d128 causal fp16": variant(128, dtype="fp16", right=True),

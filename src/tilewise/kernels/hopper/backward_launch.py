@@ -38,8 +38,11 @@ from .launch import (
     form_of,
     matrix_arguments,
     matrix_type,
+    multiprocessors,
 )
 
+ORDERED_AT_ONCE = 8  # tiles of one key head
+SHORT = 4096  # keys of a call whose tiles CTAs may take in turns
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
 
@@ -116,6 +119,14 @@ def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
 
 
+def in_turns(t: Operands, r: Rules) -> bool:
+    """Whether CTAs may take several tiles of keys. Where these are long, each goes to the CTA that is free; where dQ is added in order, a
+    CTA that has not started would hold up those that run.
+    """
+    narrow = max(t.q.shape[3], t.v.shape[3]) <= 64  # whose K and V fit twice
+    return narrow and t.k.shape[2] <= SHORT and t.cu_seqlens_q is None and t.blocks is None and not r.deterministic
+
+
 def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardVariant:
     """The kernel that serves a call; `why_not` has said that one does."""
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
@@ -125,7 +136,8 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     before_keys = r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)
     copied = t.bias is not None or t.mask is not None  # what nobody sees has then been cleared for the whole call
     all_seen = copied or t.blocks is not None  # in listed blocks there is nothing that nobody sees
-    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied)]
+    featured = r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied
+    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], featured, in_turns(t, r))]
     return BackwardVariant(
         tile=tile,
         dtype=element_type(t.q.dtype),
@@ -175,6 +187,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         None if slopes is None else slopes.dtype,
         slope_gradient,
         r.deterministic,
+        in_turns(t, r),
         form_of(t.bias),
         None if t.bias is None else t.bias.dtype,
         form_of(t.mask),
@@ -206,9 +219,16 @@ def workspace_bytes(t: Operands, r: Rules) -> int:
     return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0) + copied
 
 
-def head_group(heads: int, bytes_per_head: int) -> int:
-    """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache."""
-    return max(1, min(heads, L2_BYTES // bytes_per_head))
+def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, ordered: bool) -> int:
+    """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache, and at least so many that
+    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. Where dQ is added in order,
+    tiles of one head that start together wait for one another: then no more than a few do.
+
+    >>> head_group(16, 2**24, 128, 132, False), head_group(8, 2**26, 64, 132, False), head_group(16, 2**24, 128, 132, True)
+    (2, 3, 16)
+    """
+    at_once = min(key_tiles, ORDERED_AT_ONCE) if ordered else key_tiles
+    return max(1, min(heads, max(L2_BYTES // bytes_per_head, -(-multiprocessors // at_once))))
 
 
 def sum_of_keys(partial: Tensor, sequences: Tensor) -> Tensor:
@@ -293,9 +313,11 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     pointer = delta.data_ptr()
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
+    all_tiles, processors = key_tiles * batch * heads_k, multiprocessors(q.device.index)
+    programs = min(all_tiles, processors) if variant.turns else all_tiles
     replay.start(
         program.kernel,
-        key_tiles * batch * heads_k,
+        programs,
         descriptor(q),
         descriptor(k),
         descriptor(v),
@@ -319,10 +341,12 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         seqlen_k,
         heads_k,
         heads // heads_k,
-        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v)),
+        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, r.deterministic),
         batch * heads_k,
         row_blocks,
         key_tiles,
+        all_tiles,
+        programs,
         min(r.window_left, furthest),
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),

@@ -40,8 +40,8 @@ class Buffers:
     bias: memdesc_type  # [stages, 1, 1, block_m, block_n], where TMA brings it
     mask: memdesc_type  # likewise
     delta: memdesc_type  # [stages, block_m]
-    k: memdesc_type  # [1, 1, block_n, dim]
-    v: memdesc_type  # [1, 1, block_n, dim_v]
+    k: memdesc_type  # [key_stages, 1, 1, block_n, dim]
+    v: memdesc_type  # [key_stages, 1, 1, block_n, dim_v]
     p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
     ds: memdesc_type  # [block_n, block_m]
     dq: memdesc_type  # dq_box, float32
@@ -113,18 +113,19 @@ def row_slot(C: gl.constexpr, base, count):
 
 
 @jit
-def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
-    """One warp: K and V once, then Q with its LSE and dO with its delta, block after block."""
-    base = shared_address(A, p.seqlen_q)
-    tile = find_keys(C, p, gl.program_id(0))
+def load_tile(C: gl.constexpr, p, desc, mem, base, number, turn, count):
+    """The number-th tile of keys, the turn-th of this CTA, behind `count` blocks of queries. Returns their new number."""
+    tile = find_keys(C, p, number)
     if (not C.ranked) or tile.blocks > 0:
-        k_full = mem.barriers.index(C.k_full)
-        v_full = mem.barriers.index(C.v_full)
+        slot = turn & (C.key_stages - 1)
+        if C.turns:
+            wait(base + 8 * (C.keys_empty + slot), phase_of(turn, C.key_stages) ^ 1)
+        k_full = mem.barriers.index(C.k_full + slot)
+        v_full = mem.barriers.index(C.v_full + slot)
         expect_bytes(k_full, C.k_bytes)
-        tma_load(desc.k, key_coordinates(C, tile), k_full, mem.k)
+        tma_load(desc.k, key_coordinates(C, tile), k_full, mem.k.index(slot))
         expect_bytes(v_full, C.v_bytes)
-        tma_load(desc.v, key_coordinates(C, tile), v_full, mem.v)
-    count = 0
+        tma_load(desc.v, key_coordinates(C, tile), v_full, mem.v.index(slot))
     for g in range(p.group):
         head = tile.head_k * p.group + g
         if C.listed:
@@ -160,6 +161,21 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             tma_load(desc.do, query_coordinates(C, tile, head, block), do_full, mem.do.index(do_stage))
             tma_load(desc.delta, [row], do_full, mem.delta.index(do_stage))
             count += 1
+    return count
+
+
+@jit
+def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
+    """One warp: of each tile of keys K and V, then Q with its LSE and dO with its delta, block after block."""
+    base = shared_address(A, p.seqlen_q)
+    count = 0
+    if C.turns:
+        turn, number = 0, gl.program_id(0)
+        while number < p.all_tiles:
+            count = load_tile(C, p, desc, mem, base, number, turn, count)
+            turn, number = turn + 1, number + p.programs
+    else:
+        load_tile(C, p, desc, mem, base, gl.program_id(0), 0, count)
 
 
 @jit
@@ -172,19 +188,17 @@ def dq_coordinates(C: gl.constexpr, row, part):
 
 
 @jit
-def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
-    """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
-    one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
-    """
+def add_tile(C: gl.constexpr, p, desc, mem, base, number, done, WARP: gl.constexpr):
+    """The parts of dQ of the number-th tile of keys that are this warp's, behind `done` parts of this CTA. Returns their new number."""
     PARTS: gl.constexpr = C.dq_parts
-    base = shared_address(A, p.seqlen_q)
-    tile = find_keys(C, p, gl.program_id(0))
+    tile = find_keys(C, p, number)
     last = (tile.blocks if C.listed else p.group * tile.blocks) * PARTS
-    count = WARP
+    count = (done + WARP) & 1
     head = tile.head_k * p.group
-    block = tile.last_block - WARP // PARTS
+    block = tile.last_block - count // PARTS
     while count < last:
         part = (count & 1) if PARTS == 2 else 0
+        phase = ((done + count) >> 1) & 1
         if not C.listed:
             while block <= tile.last_block - tile.blocks:
                 block += tile.blocks
@@ -194,13 +208,13 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             turn = tile.block - first_key_block(C, p, tile, block)
             turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
             await_turn(turn_ptr, turn)
-            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            wait(base + 8 * (C.dq_full + WARP), phase)
             if turn == 0:
                 tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
             else:
                 tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         else:
-            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            wait(base + 8 * (C.dq_full + WARP), phase)
             if C.listed:
                 row = left_number(row_slot(C, base, count // PARTS))
             tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
@@ -210,3 +224,20 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             give_turn(turn_ptr, count)
         count += 2
         block -= 2 // PARTS
+    return done + last
+
+
+@jit
+def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
+    """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
+    one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
+    """
+    base = shared_address(A, p.seqlen_q)
+    done = 0
+    if C.turns:
+        number = gl.program_id(0)
+        while number < p.all_tiles:
+            done = add_tile(C, p, desc, mem, base, number, done, WARP)
+            number += p.programs
+    else:
+        add_tile(C, p, desc, mem, base, gl.program_id(0), done, WARP)

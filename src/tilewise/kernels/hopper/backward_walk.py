@@ -37,6 +37,8 @@ class BackwardProblem:
     batch_heads: gl.tensor  # key heads of the batch
     row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
     key_tiles: gl.tensor  # tiles of keys of one head
+    all_tiles: gl.tensor  # of all heads
+    programs: gl.tensor  # CTAs
     window_left: gl.tensor
     window_right: gl.tensor
     stride_slopes: gl.tensor
@@ -69,6 +71,8 @@ class BackwardProblem:
         batch_heads,
         row_blocks,
         key_tiles,
+        all_tiles,
+        programs,
         window_left,
         window_right,
         stride_slopes,
@@ -98,6 +102,8 @@ class BackwardProblem:
         self.batch_heads = batch_heads
         self.row_blocks = row_blocks
         self.key_tiles = key_tiles
+        self.all_tiles = all_tiles
+        self.programs = programs
         self.window_left = window_left
         self.window_right = window_right
         self.stride_slopes = stride_slopes
