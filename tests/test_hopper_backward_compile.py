@@ -48,6 +48,7 @@ REST = {
     "d64 softcap": variant(64, right=True, softcap=True),
     "d64 alibi": variant(64, right=True, alibi=True, slope_gradient=True),
     "d64 everything": variant(64, **EVERYTHING),
+    "d64 full": variant(64),
     "d64 full, long": variant(64, long=True),
     "d64 causal, long": variant(64, long=True, right=True),
     "d64/128 causal": variant(64, 128, right=True),
@@ -100,9 +101,12 @@ REST = {
 OUTSIDE = 64
 SPILLS = {
     "d64 full, ordered": (112, 16),
-    "d64 causal": (128, 16),
-    "d64 window": (128, 16),
-    "d64 lengths": (128, 20),
+    "d64 full": (108, 18),
+    "d64 causal": (144, 29),
+    "d64 window": (148, 28),
+    "d64 lengths": (148, 27),
+    "d64 full, long": (92, 13),
+    "d64 causal, long": (112, 16),
     "d64 alibi": (96, 0),
     "d64 everything": (224, 28),
     "d128 softcap": (192, 59),
