@@ -46,6 +46,32 @@ def test_every_length_in_order(dim, dim_v):
         compare({**inputs, "window_size": (100, 30)}, "hopper", deterministic=True)
 
 
+RULES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (200, 30)},
+    "lengths": {"causal": True, "seqused_q": (300, 7, 0), "seqused_k": (400, 700, 129)},
+}
+
+
+@pytest.mark.parametrize("seqlen_q", [100, 300], ids=["a block a tile", "several"])
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("dim", [40, 64])
+def test_more_tiles_of_keys_than_multiprocessors(dim, rules, seqlen_q):
+    """Where CTAs take them in turns: 360 and 1,080 tiles; and the same bits of dK and dV on every run, whoever took which."""
+    given = {name: torch.tensor(x, device="cuda").int() if "seqused" in name else x for name, x in RULES[rules].items()}
+    kv_heads = 20 if seqlen_q == 300 else 60
+    inputs, dout = qkv(3, seqlen_q, 700, heads=60, kv_heads=kv_heads, head_dim=dim), randn(3, seqlen_q, 60, dim)
+    if "seqused_q" in given:
+        given["seqused_q"].clamp_(max=seqlen_q)
+    compare({**inputs, **given}, "hopper")
+    first = gradients(inputs, dout, **given, backend="hopper")
+    for _ in range(20):
+        again = gradients(inputs, dout, **given, backend="hopper")
+        assert all(torch.equal(got, expected) for got, expected in zip(again[1:], first[1:], strict=True))
+        torch.testing.assert_close(again[0], first[0], rtol=1e-2, atol=1e-2)  # its additions come in any order
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_what_no_query_sees_and_rows_without_keys_hold_anything(dim):
     """NaN in hidden keys, in queries without keys and in what reaches their output."""
