@@ -143,3 +143,32 @@ def test_hopper_pages_show_the_committed_measurements(name: str, peers: tuple[st
         ]
         line = f"| {dim} {mask}, {int(length) // 1024}k | {' | '.join(speeds + ratios)} |"
         assert line in page, line
+
+
+@pytest.mark.parametrize(("name", "pass_", "products"), [("forward", "fwd", 2), ("backward", "bwd", 5)])
+def test_hopper_pages_show_the_committed_counters(name: str, pass_: str, products: int) -> None:
+    """docs/hopper-*.md: how far each cell is from the bounds, from the counters as the profiler gave them."""
+    page = (RESULTS.parent.parent / "docs" / f"hopper-{name}.md").read_text()
+    cells = [cell for cell in json.loads((RESULTS / "counters-h200.json").read_text())["cells"] if cell["pass"] == pass_]
+    assert len(cells) == 18
+    for cell in cells:
+        dim, mask, length = cell["label"].split("-")
+        operations = products * 2 * 16_384 * int(length) * 2048 / (2 if mask == "causal" else 1)
+        cycles, seconds = cell["cycles"], cell["nanoseconds"] / 1e9
+        percents = [100 * operations / (132 * 4096 * cycles), *(cell[f"{unit}_percent"] for unit in ("mufu", "shared", "issue"))]
+        ends = f"{cycles / seconds / 1e9:.2f} | {cell['l2_bytes'] / seconds / 1e12:.1f} | {100 * (1 - cell['cycles_active'] / cycles):.0f}"
+        line = f"| {dim} {mask}, {int(length) // 1024}k | {' | '.join(format(x, '.0f') for x in percents)} | {ends} |"
+        assert line in page, line
+
+
+def test_forward_page_shows_the_committed_cuts() -> None:
+    """docs/hopper-forward.md: how calls with few tiles are cut, and what that takes beside whole tiles."""
+    page = (RESULTS.parent.parent / "docs" / "hopper-forward.md").read_text()
+    for call in json.loads((RESULTS / "parts-h200.json").read_text())["calls"]:
+        counts = {"heads": call["heads_in_a_tile"], "parts": call["parts"]}
+        cut = ", ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+        heads, size = f"{call['heads']}/{call['kv_heads']}", f"{call['seqlen_q']:,} × {call['seqlen_k']:,}"
+        shape = f"{call['batch']}, {heads}, {size}, {call['head_dim']}, {'causal' if call['causal'] else 'full'}"
+        ours, merge, whole = call["kernel_us"], call["merge_us"], call["whole_us"]
+        line = f"| {shape} | {cut} | {ours:.0f} + {merge:.0f} | {whole:,.0f} | {whole / (ours + merge):.1f} |"
+        assert line in page, line
