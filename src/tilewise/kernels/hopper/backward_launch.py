@@ -41,7 +41,7 @@ from .launch import (
     multiprocessors,
 )
 
-ORDERED_AT_ONCE = 8  # tiles of one key head
+ORDERED_AT_ONCE = 4  # tiles of one key head
 SHORT = 4096  # keys of a call whose tiles CTAs may take in turns
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 

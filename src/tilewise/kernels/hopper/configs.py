@@ -249,12 +249,12 @@ _TWO: dict[str, Any] = {"warpgroups": 2, "consumer_registers": 232, "producer_re
 _THREE: dict[str, Any] = {"warpgroups": 3, "consumer_registers": 160, "producer_registers": 32, "launch_registers": 128}
 
 TILES = {
-    "64": Tile(block_n=128, stages=4, cross_tile=True, matrix_stages=2, **_TWO),
+    "64": Tile(block_n=128, stages=4, cross_tile=True, matrix_stages=2, split=True, **_TWO),
     "64 bias": Tile(block_n=128, stages=2, cross_tile=True, matrix_stages=2, **_TWO),
     "64 long": Tile(block_n=128, stages=4, cross_tile=True, split=True, **_THREE),
     "64 long causal": Tile(block_n=128, stages=4, cross_tile=True, **_THREE),
     "128": Tile(block_n=128, stages=2, cross_tile=True, split=True, **_TWO),
-    "192": Tile(block_n=128, stages=2, cross_tile=False, **_TWO),
+    "192": Tile(block_n=128, stages=2, cross_tile=False, split=True, **_TWO),
     "128 matrix": Tile(block_n=64, stages=2, cross_tile=True, matrix_stages=2, **_TWO),
     "256": Tile(block_n=64, stages=2, cross_tile=False, **_TWO),
 }

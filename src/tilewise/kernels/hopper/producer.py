@@ -126,7 +126,8 @@ def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         tile = find_tile(C, p, number)
         this = number
         number = draw_tile(p.counter_ptr, done) + programs
-        load_queries(C, p, desc, mem, base, tile, done)
+        if C.tile.cross_tile:
+            load_queries(C, p, desc, mem, base, tile, done)
         block = tile.last_block
         next_block = block - 1
         if C.listed:
@@ -134,6 +135,8 @@ def producer(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             lists = lists_of(C, p, this)
             block, next_block = listed_block(C, lists, 0), listed_block(C, lists, 1)
         load_keys(C, p, desc, mem, base, tile, block, loaded)
+        if not C.tile.cross_tile:  # O of the tile before leaves through Q's buffer: K need not wait for that
+            load_queries(C, p, desc, mem, base, tile, done)
         if C.matrix_stages:
             load_matrix_tiles(C, p, desc, mem, base, tile, block, loaded)
         slot = done & 1
