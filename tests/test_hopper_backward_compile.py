@@ -20,11 +20,9 @@ from tilewise.kernels.hopper.gluon_api import machine_code
 from .test_hopper_compile import SCRATCH, exponentials_between_waits, key_loops
 
 
-def variant(dim, dim_v=None, dtype="bf16", long=False, **rules) -> BackwardVariant:
+def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
     dim_v = dim_v or dim
-    turns = not (long or any(rules.get(name) for name in ("packed", "listed", "ordered")))
-    featured = any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout"))
-    tile = TILES[tile_name(dim, dim_v, featured, turns)]
+    tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout")))]
     return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), **rules)
 
 
@@ -48,9 +46,6 @@ REST = {
     "d64 softcap": variant(64, right=True, softcap=True),
     "d64 alibi": variant(64, right=True, alibi=True, slope_gradient=True),
     "d64 everything": variant(64, **EVERYTHING),
-    "d64 full": variant(64),
-    "d64 full, long": variant(64, long=True),
-    "d64 causal, long": variant(64, long=True, right=True),
     "d64/128 causal": variant(64, 128, right=True),
     "d128 full": variant(128),
     "d128 causal fp16": variant(128, dtype="fp16", right=True),
@@ -101,12 +96,9 @@ REST = {
 OUTSIDE = 64
 SPILLS = {
     "d64 full, ordered": (112, 16),
-    "d64 full": (108, 18),
-    "d64 causal": (144, 29),
-    "d64 window": (148, 28),
-    "d64 lengths": (148, 27),
-    "d64 full, long": (92, 13),
-    "d64 causal, long": (112, 16),
+    "d64 causal": (128, 16),
+    "d64 window": (128, 16),
+    "d64 lengths": (128, 20),
     "d64 alibi": (96, 0),
     "d64 everything": (224, 28),
     "d128 softcap": (192, 59),

@@ -20,9 +20,17 @@ _FIELDS = "batch sequence head_k block key keys_end rows_end shift last_block bl
 _Tile = namedtuple("_Tile", _FIELDS)
 _FOUND: dict = {}
 _NAMES = ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of", "lists_of", "blocks_of_head")
+_NAMES += ("outer_visits", "inner_visits", "visited")
 for _name in (*_NAMES, "listed_block"):
     _body = getattr(walk if _name == "listed_block" else backward_walk, _name).fn
-    _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b, "uniform": lambda x: x}
+    _globals = {
+        **vars(backward_walk),
+        "gl": _GL,
+        "blocks_of_head": lambda c, tile, g: _FOUND["blocks_of_head"](c, tile, g),
+        "KeyTile": _Tile,
+        "divide": lambda a, b: a // b,
+        "uniform": lambda x: x,
+    }
     _FOUND[_name] = types.FunctionType(_body.__code__, _globals, _name)
 
 

@@ -54,11 +54,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("seqlen_q", [100, 300], ids=["a block a tile", "several"])
+@pytest.mark.parametrize("seqlen_q", [100, 300], ids=["a block a tile", "several, grouped"])
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("dim", [40, 64])
 def test_more_tiles_of_keys_than_multiprocessors(dim, rules, seqlen_q):
-    """Where CTAs take them in turns: 360 and 1,080 tiles; and the same bits of dK and dV on every run, whoever took which."""
+    """360 and 1,080 tiles; and the same bits of dK and dV on every run, in whatever order tiles start and add to dQ."""
     given = {name: torch.tensor(x, device="cuda").int() if "seqused" in name else x for name, x in RULES[rules].items()}
     kv_heads = 20 if seqlen_q == 300 else 60
     inputs, dout = qkv(3, seqlen_q, 700, heads=60, kv_heads=kv_heads, head_dim=dim), randn(3, seqlen_q, 60, dim)

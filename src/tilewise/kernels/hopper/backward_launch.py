@@ -41,8 +41,7 @@ from .launch import (
     multiprocessors,
 )
 
-ORDERED_AT_ONCE = 4  # tiles of one key head
-SHORT = 4096  # keys of a call whose tiles CTAs may take in turns
+APART = 4  # tiles of one key head that start together where more would be in each other's way
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
 
@@ -119,12 +118,18 @@ def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
 
 
-def in_turns(t: Operands, r: Rules) -> bool:
-    """Whether CTAs may take several tiles of keys. Where these are long, each goes to the CTA that is free; where dQ is added in order, a
-    CTA that has not started would hold up those that run.
+def in_order(t: Operands, r: Rules) -> bool:
+    """Whether dQ is added in a fixed order: where that is asked for, and where it is faster (docs/hopper-backward.md). The first addition
+    stores then, so that nothing is cleared before, and tiles of short or grouped calls wait little for one another.
     """
-    narrow = max(t.q.shape[3], t.v.shape[3]) <= 64  # whose K and V fit twice
-    return narrow and t.k.shape[2] <= SHORT and t.cu_seqlens_q is None and t.blocks is None and not r.deterministic
+    dim, seqlen_k = max(t.q.shape[3], t.v.shape[3]), t.k.shape[2]
+    described = t.cu_seqlens_q is not None or t.blocks is not None or t.bias is not None or t.mask is not None
+    if r.deterministic or described or dim > 128:
+        return r.deterministic
+    causal = r.window_right >= 0
+    if t.q.shape[1] > t.k.shape[1]:
+        return causal and dim > 64 and seqlen_k <= 4096
+    return seqlen_k <= 1024 and not (causal and dim > 64)
 
 
 def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardVariant:
@@ -136,8 +141,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     before_keys = r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)
     copied = t.bias is not None or t.mask is not None  # what nobody sees has then been cleared for the whole call
     all_seen = copied or t.blocks is not None  # in listed blocks there is nothing that nobody sees
-    featured = r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied
-    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], featured, in_turns(t, r))]
+    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied)]
     return BackwardVariant(
         tile=tile,
         dtype=element_type(t.q.dtype),
@@ -152,7 +156,8 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
-        ordered=r.deterministic,
+        grouped=t.q.shape[1] > t.k.shape[1],
+        ordered=in_order(t, r),
         packed=packed_rows,
         listed=t.blocks is not None,
         log2_list=0 if t.blocks is None else (t.blocks.block_m // tile.block_m).bit_length() - 1,
@@ -186,8 +191,8 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         r.dropout_p > 0,
         None if slopes is None else slopes.dtype,
         slope_gradient,
-        r.deterministic,
-        in_turns(t, r),
+        t.q.shape[1] > t.k.shape[1],
+        in_order(t, r),
         form_of(t.bias),
         None if t.bias is None else t.bias.dtype,
         form_of(t.mask),
@@ -219,16 +224,16 @@ def workspace_bytes(t: Operands, r: Rules) -> int:
     return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0) + copied
 
 
-def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, ordered: bool) -> int:
+def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, apart: bool) -> int:
     """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache, and at least so many that
-    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. Where dQ is added in order,
-    tiles of one head that start together wait for one another: then no more than a few do.
+    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. `apart`: so many that few tiles of
+    one head start together, which would wait for one another (dQ added in order), or leave too few long tiles to the end (grouped heads).
 
     >>> head_group(16, 2**24, 128, 132, False), head_group(8, 2**26, 64, 132, False), head_group(16, 2**24, 128, 132, True)
     (2, 3, 16)
     """
-    at_once = min(key_tiles, ORDERED_AT_ONCE) if ordered else key_tiles
-    return max(1, min(heads, max(L2_BYTES // bytes_per_head, -(-multiprocessors // at_once))))
+    together = min(key_tiles, APART) if apart else key_tiles
+    return max(1, min(heads, max(L2_BYTES // bytes_per_head, -(-multiprocessors // together))))
 
 
 def sum_of_keys(partial: Tensor, sequences: Tensor) -> Tensor:
@@ -313,11 +318,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     pointer = delta.data_ptr()
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
-    all_tiles, processors = key_tiles * batch * heads_k, multiprocessors(q.device.index)
-    programs = min(all_tiles, processors) if variant.turns else all_tiles
     replay.start(
         program.kernel,
-        programs,
+        key_tiles * batch * heads_k,
         descriptor(q),
         descriptor(k),
         descriptor(v),
@@ -341,12 +344,16 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         seqlen_k,
         heads_k,
         heads // heads_k,
-        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, r.deterministic),
+        head_group(
+            batch * heads_k,
+            heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v),
+            key_tiles,
+            multiprocessors(q.device.index),
+            variant.ordered or variant.grouped,
+        ),
         batch * heads_k,
         row_blocks,
         key_tiles,
-        all_tiles,
-        programs,
         min(r.window_left, furthest),
         min(r.window_right, furthest),
         0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),

@@ -37,8 +37,6 @@ class BackwardProblem:
     batch_heads: gl.tensor  # key heads of the batch
     row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
     key_tiles: gl.tensor  # tiles of keys of one head
-    all_tiles: gl.tensor  # of all heads
-    programs: gl.tensor  # CTAs
     window_left: gl.tensor
     window_right: gl.tensor
     stride_slopes: gl.tensor
@@ -71,8 +69,6 @@ class BackwardProblem:
         batch_heads,
         row_blocks,
         key_tiles,
-        all_tiles,
-        programs,
         window_left,
         window_right,
         stride_slopes,
@@ -102,8 +98,6 @@ class BackwardProblem:
         self.batch_heads = batch_heads
         self.row_blocks = row_blocks
         self.key_tiles = key_tiles
-        self.all_tiles = all_tiles
-        self.programs = programs
         self.window_left = window_left
         self.window_right = window_right
         self.stride_slopes = stride_slopes
@@ -260,6 +254,26 @@ def blocks_of_head(C: gl.constexpr, tile, g):
         field_ptr = tile.record_ptr + (2 + 4 * g)
         blocks = uniform(gl.load(field_ptr) + gl.load(field_ptr + 1)) << C.log2_list
     return blocks
+
+
+@jit
+def outer_visits(C: gl.constexpr, p, tile):
+    """The visits of a tile are two loops: over blocks and the heads of each, or over heads and the blocks of each."""
+    return tile.blocks if C.heads_inside else p.group if C.grouped else 1
+
+
+@jit
+def inner_visits(C: gl.constexpr, p, tile, outer):
+    return p.group if C.heads_inside else blocks_of_head(C, tile, outer)
+
+
+@jit
+def visited(C: gl.constexpr, p, tile, outer, inner):
+    """(query head, block of queries) of a visit."""
+    g, j = outer, inner
+    if C.heads_inside:
+        g, j = inner, outer
+    return tile.head_k * p.group + g, tile.last_block - j
 
 
 @jit
