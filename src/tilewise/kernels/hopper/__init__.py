@@ -160,6 +160,16 @@ def _unserved_gradient(t: Operands, r: Rules, request: Request) -> str | None:
     return None
 
 
+def adds_bias_gradient(t: Operands, r: Rules) -> bool:
+    """Whether the backward kernel adds up the gradient of a bias, and writes it in the bias's own dtype: of one that is full in queries and
+    keys and shared by batch items or heads. Its sums take float32 numbers in memory, which one that is not shared would not need, and are
+    added in no fixed order."""
+    from .launch import form_of
+
+    shared = t.bias is not None and t.bias.shape[:2] != t.q.shape[:2]
+    return shared and not r.deterministic and form_of(t.bias) in ("tma", "full")
+
+
 def tma_refusal(x: Tensor) -> str | None:
     """Why TMA cannot address a (B, H, S, D) view, or None."""
     *strides, inner = x.stride()
@@ -181,6 +191,9 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
         v = variant_of(t, r, "alibi_slopes" in request.needs)
         copied = "; Q, K, V and dO are copied first, without what is not finite and nobody sees" if v.bias or v.mask else ""
+        if t.bias is not None and "bias" in request.needs:
+            where = "added up in float32 beside them" if adds_bias_gradient(t, r) else "computed by the portable kernels"
+            copied += f"; the gradient of the bias is {where}"
         return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
     from .configs import ROWS
     from .launch import tile_of
@@ -202,7 +215,7 @@ def workspace_bytes(t: Operands, r: Rules, request: Request, target: Target) -> 
     if request.backward:
         from .backward_launch import workspace_bytes
 
-        return workspace_bytes(t, r)
+        return workspace_bytes(t, r, "bias" in request.needs)
     from .parts import cut_of, floats, multiprocessors_of
 
     chosen = cut_of(t, r, multiprocessors_of(target))

@@ -45,7 +45,9 @@ class BackwardVariant:
     slope_gradient: bool = False
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
+    bias_gradient: bool = False  # dS of each block is added up in memory, beside a bias that is full in queries and keys
     mask: str = ""
+    heads_first: bool = False  # tiles of one head's batch items follow one another: they share what a bias or mask says
     dropout: bool = False
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
@@ -64,6 +66,11 @@ class BackwardVariant:
     def early_delta(self) -> bool:
         """Whether delta is read among the exponentials: where no branch of cut blocks follows and no other term takes the registers."""
         return not (self.right or self.left or self.softcap or self.alibi or self.bias or self.mask or self.dropout)
+
+    @property
+    def early_dbias(self) -> bool:
+        """Whether dS is added to the gradient of a bias before it is rounded, not behind dQ: there is no room to keep it until then."""
+        return max(self.dim, self.dim_v) > 64
 
     @property
     def lanes(self) -> bool:

@@ -2,9 +2,10 @@
 
 Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. Before, packed sequences are scheduled and what their tiles add to is
 cleared (`clear_ends`), and tiles with lists are put into an order (`list_records`). With a bias the portable `row_terms` takes the place of
-the first, and portable kernels compute its gradient.
+the first. Its gradient, where there is something to add up (`adds_bias_gradient`), leaves `attention_backward` as sums, which `finish_bias`
+puts in order; else portable kernels compute it.
 The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
-bias or mask the copies that `hidden` makes.
+bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ..triton import packed
 from ..triton.backward_pass import backward as portable_backward
 from ..triton.launch import Launch, alignment, run, strides
 from ..triton.row_terms import row_terms_of
-from . import tma_refusal
+from . import adds_bias_gradient, sizes_used, tma_refusal
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
-from .backward_rows import clear_ends, finish_queries, prepare_rows
+from .backward_rows import clear_ends, finish_bias, finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
 from .launch import (
@@ -86,6 +87,9 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "lse_rest_desc": row if variant.bias else "constexpr",
         "bias_desc": bias if variant.bias == "tma" else "constexpr",
         "bias_ptr": f"*{variant.bias_dtype}",
+        "dbias_ptr": "*fp32",
+        "stride_dbias_b": "i64",
+        "stride_dbias_h": "i64",
         "mask_desc": mask if variant.mask == "tma" else "constexpr",
         "mask_ptr": "*u8",
         **{f"stride_{name}_{dim}": "i64" for name in ("bias", "mask") for dim in "bhm"},
@@ -127,7 +131,16 @@ def in_turns(t: Operands, r: Rules) -> bool:
     return narrow and t.k.shape[2] <= SHORT and t.cu_seqlens_q is None and t.blocks is None and not r.deterministic
 
 
-def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardVariant:
+def items_follow(t: Operands) -> bool:
+    """Whether the batch items of a head share a bias, or else a mask, that is another one for other heads."""
+    shared = t.mask if t.bias is None else t.bias
+    if shared is None:
+        return False
+    batch, heads, *_ = sizes_used(shared.shape, shared.stride())
+    return batch == 1 and heads > 1
+
+
+def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradient: bool = False) -> BackwardVariant:
     """The kernel that serves a call; `why_not` has said that one does."""
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
     lengths = t.seqused_q is not None or t.seqused_k is not None
@@ -158,7 +171,9 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         log2_list=0 if t.blocks is None else (t.blocks.block_m // tile.block_m).bit_length() - 1,
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else element_type(t.bias.dtype),
+        bias_gradient=bias_gradient,
         mask=form_of(t.mask),
+        heads_first=items_follow(t),
         dropout=r.dropout_p > 0,
     )
 
@@ -166,7 +181,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
 _programs: dict[tuple, BackwardProgram] = {}
 
 
-def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
+def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: bool) -> BackwardProgram:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     q, slopes = t.q, t.alibi_slopes
     surplus = t.k.shape[2] - q.shape[2]
@@ -190,12 +205,14 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         in_turns(t, r),
         form_of(t.bias),
         None if t.bias is None else t.bias.dtype,
+        bias_gradient,
         form_of(t.mask),
+        items_follow(t),
         q.device.index,
     )
     found = _programs.get(key)
     if found is None:
-        variant = variant_of(t, r, slope_gradient)
+        variant = variant_of(t, r, slope_gradient, bias_gradient)
         kernel, address = build(variant, "fp32" if slopes is None else element_type(slopes.dtype))
         found = _programs[key] = BackwardProgram(variant, address, kernel)
     return found
@@ -210,13 +227,33 @@ def row_blocks_of(t: Operands, block_m: int) -> int:
     return -(-seqlen_q // padding) * (padding // block_m)
 
 
-def workspace_bytes(t: Operands, r: Rules) -> int:
+def bias_sums(t: Operands, variant: BackwardVariant) -> int:
+    """How many numbers the gradient of a bias is added up in: whole blocks of scores for each of its heads."""
+    if t.bias is None or not variant.bias_gradient:
+        return 0
+    tiles = -(-t.k.shape[2] // variant.block_n) * row_blocks_of(t, variant.block_m)
+    return t.bias.shape[0] * t.bias.shape[1] * tiles * variant.block_m * variant.block_n
+
+
+def storing_first(t: Operands, r: Rules, heads_first: bool, tiles: int, multiprocessors: int) -> bool:
+    """Whether a launch for one of the items that share a bias stores its gradient, so that nothing needs to be cleared, and another one
+    adds the rest: where all tiles are visited and those of one item keep the device busy. `tiles`: those of all items of a head.
+    """
+    if t.bias is None or r.window_left >= 0 or r.window_right >= 0 or t.seqused_q is not None or t.seqused_k is not None:
+        return False
+    batch, heads_k = t.k.shape[:2]
+    apart = t.bias.shape[1] == t.q.shape[1] if heads_first else t.bias.shape[0] == batch  # others have a bias of their own
+    return apart and tiles * (heads_k if heads_first else batch) >= multiprocessors
+
+
+def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
     """Device memory that a backward pass takes beside its gradients."""
-    variant = variant_of(t, r)
+    variant = variant_of(t, r, bias_gradient=bias_gradient and adds_bias_gradient(t, r))
     rows = t.q.shape[0] * t.q.shape[1] * row_blocks_of(t, variant.block_m) * variant.block_m
     copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
     copied = copies + 4 * rows * bool(variant.bias) if variant.bias or variant.mask else 0
-    return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0) + copied
+    turns = 4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0
+    return rows * (4 * variant.dim + 8) + turns + copied + 4 * bias_sums(t, variant)
 
 
 def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, ordered: bool) -> int:
@@ -251,7 +288,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     slopes, sink, lengths_q, lengths_k = (None if x is None else x.contiguous() for x in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
     batch, heads, seqlen_q, dim = q.shape
     heads_k, seqlen_k, dim_v = v.shape[1:]
-    program = program_for(t, r, grads.dalibi_slopes is not None)
+    program = program_for(t, r, grads.dalibi_slopes is not None, grads.dbias is not None and adds_bias_gradient(t, r))
     variant = program.variant
     row_blocks = row_blocks_of(t, variant.block_m)
     rows = batch * heads * row_blocks * variant.block_m
@@ -313,52 +350,71 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     pointer = delta.data_ptr()
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
-    all_tiles, processors = key_tiles * batch * heads_k, multiprocessors(q.device.index)
-    programs = min(all_tiles, processors) if variant.turns else all_tiles
-    replay.start(
-        program.kernel,
-        programs,
-        descriptor(q),
-        descriptor(k),
-        descriptor(v),
-        descriptor(dout_16),
-        Descriptor(row_lse, [rows], [1]),
-        Descriptor(delta, [rows], [1]),
-        Descriptor(acc, [acc.numel() // width, width], [width, 1]),
-        descriptor(dk),
-        descriptor(dv),
-        pointer if lengths_q is None else lengths_q.data_ptr(),
-        pointer if lengths_k is None else lengths_k.data_ptr(),
-        pointer if slopes is None else slopes.data_ptr(),
-        pointer if dslopes is None else dslopes.data_ptr(),
-        pointer if turns is None else turns.data_ptr(),
-        pointer if records is None else records.data_ptr(),
-        r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale if variant.bias else 1.0,
-        LOG2_E if variant.softcap or variant.bias else r.softmax_scale * LOG2_E,
-        r.softcap,
-        r.softmax_scale,
-        seqlen_q,
-        seqlen_k,
-        heads_k,
-        heads // heads_k,
-        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, r.deterministic),
-        batch * heads_k,
-        row_blocks,
-        key_tiles,
-        all_tiles,
-        programs,
-        min(r.window_left, furthest),
-        min(r.window_right, furthest),
-        0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
-        None if rest is None else Descriptor(rest, [rows], [1]),
-        *matrix_arguments(t.bias, variant.bias, pointer),
-        *matrix_arguments(t.mask, variant.mask, pointer),
-        pointer if lists is None else lists.partial.data_ptr(),
-        pointer if lists is None else lists.full.data_ptr(),
-        *dropout_arguments(t, r, pointer),
-        variant,
-        program.address,
-    )
+    processors = multiprocessors(q.device.index)
+    items, others = (batch, heads_k) if variant.heads_first else (heads_k, batch)
+    shares = [(0, items, False)]  # first item, items, whether the gradient of the bias is stored
+    sums: Tensor | None = None
+    if variant.bias_gradient:
+        sums = q.new_empty(bias_sums(t, variant), dtype=torch.float32)
+        if storing_first(t, r, variant.heads_first, key_tiles, processors):
+            shares = [(0, 1, True), (1, items - 1, False)] if items > 1 else [(0, 1, True)]
+        else:
+            sums.zero_()
+    bias_b, bias_h = (0, 0) if sums is None or t.bias is None else t.bias.shape[:2]
+    per_head = 0 if sums is None else sums.numel() // (bias_b * bias_h)
+    for first_item, share, stores in shares:
+        all_tiles = key_tiles * share * others
+        programs = min(all_tiles, processors) if variant.turns else all_tiles
+        replay.start(
+            program.kernel,
+            programs,
+            descriptor(q),
+            descriptor(k),
+            descriptor(v),
+            descriptor(dout_16),
+            Descriptor(row_lse, [rows], [1]),
+            Descriptor(delta, [rows], [1]),
+            Descriptor(acc, [acc.numel() // width, width], [width, 1]),
+            descriptor(dk),
+            descriptor(dv),
+            pointer if lengths_q is None else lengths_q.data_ptr(),
+            pointer if lengths_k is None else lengths_k.data_ptr(),
+            pointer if slopes is None else slopes.data_ptr(),
+            pointer if dslopes is None else dslopes.data_ptr(),
+            pointer if turns is None else turns.data_ptr(),
+            pointer if records is None else records.data_ptr(),
+            r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale if variant.bias else 1.0,
+            LOG2_E if variant.softcap or variant.bias else r.softmax_scale * LOG2_E,
+            r.softcap,
+            r.softmax_scale,
+            seqlen_q,
+            seqlen_k,
+            heads_k,
+            heads // heads_k,
+            head_group(share * others, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, r.deterministic),
+            share * others,
+            row_blocks,
+            key_tiles,
+            all_tiles,
+            programs,
+            min(r.window_left, furthest),
+            min(r.window_right, furthest),
+            0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+            None if rest is None else Descriptor(rest, [rows], [1]),
+            *matrix_arguments(t.bias, variant.bias, pointer),
+            pointer if sums is None else sums.data_ptr(),
+            bias_h * per_head if bias_b > 1 else 0,
+            per_head if bias_h > 1 else 0,
+            share,
+            first_item,
+            int(stores),
+            *matrix_arguments(t.mask, variant.mask, pointer),
+            pointer if lists is None else lists.partial.data_ptr(),
+            pointer if lists is None else lists.full.data_ptr(),
+            *dropout_arguments(t, r, pointer),
+            variant,
+            program.address,
+        )
     if grads.dk is not None and dk is not grads.dk:
         grads.dk.copy_(dk)
     if grads.dv is not None and dv is not grads.dv:
@@ -374,6 +430,16 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m,
             SPLIT=2 // variant.tile.dq_rows, LANES=variant.lanes, num_warps=4,
         )  # fmt: skip
-    if grads.dbias is not None:
+    if grads.dbias is not None and sums is not None:
+        align = alignment(grads.dbias)
+        align = align if seqlen_k % align == 0 else 1
+        bias_batch, bias_heads, *_ = grads.dbias.shape
+        row_tiles = -(-seqlen_q // variant.block_m)
+        run(
+            finish_bias, bias_batch * bias_heads * row_tiles * key_tiles,
+            sums, grads.dbias, *strides(grads.dbias, align), bias_heads, seqlen_q, seqlen_k, row_tiles, row_blocks, key_tiles,
+            ALIGN=align, BLOCK_M=variant.block_m, BLOCK_N=variant.block_n, num_warps=8,
+        )  # fmt: skip
+    elif grads.dbias is not None:
         # The portable kernels recompute its tiles from the same LSE.
         portable_backward(t, r, saved, cot, Gradients(dbias=grads.dbias))

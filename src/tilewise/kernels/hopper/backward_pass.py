@@ -22,6 +22,7 @@ from .backward_configs import WARPS
 from .backward_transfers import Buffers, Descriptors, add_queries, load_tiles, row_slot
 from .backward_walk import (
     BackwardProblem,
+    bias_place,
     blocks_of_head,
     distances,
     find_keys,
@@ -35,6 +36,7 @@ from .backward_walk import (
     slope_place,
 )
 from .barriers import (
+    add_in_memory,
     arrive,
     arrive_each_warp,
     first_rows,
@@ -162,6 +164,13 @@ def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.const
 
 
 @jit
+def add_to_bias(C: gl.constexpr, p, tile, head, block, ds):
+    """Add the gradients of a block of scores, float32 [block_n, block_m], to those of the bias; see `backward_rows.finish_bias`."""
+    store = gl.where(head == tile.head_k * p.group, p.stores, 0)
+    add_in_memory(ds, bias_place(C, p, tile, head, block), store)
+
+
+@jit
 def add_block(
     C: gl.constexpr, p, mem, base, thread, turn, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
 ):
@@ -250,6 +259,11 @@ def add_block(
     if C.dropout:
         dp = kept(dp, bits, 8) * p.keep_scale
     ds = prob * (dp - delta[None, :])
+    dbias = ds
+    if C.bias_gradient and C.early_dbias:
+        add_to_bias(C, p, tile, head, block, dbias)
+        # Another edge: without it ptxas keeps the numbers until the warp groups have met.
+        wait(base + 8 * (C.k_full + slot), phase_of(turn, C.key_stages))
     if C.slope_gradient:
         dslope -= partial_sums(C, ds * distances(C, tile, block, s_layout))
     if C.softcap:
@@ -281,6 +295,8 @@ def add_block(
         dq = warpgroup_mma_wait(1, deps=[dq_future])
     if C.dq_parts == 1:
         hand_over(C, mem, base, count, dq)
+        if C.bias_gradient and not C.early_dbias:
+            add_to_bias(C, p, tile, head, block, dbias)
     else:
         first, rest = halves(C, dq)
         hand_over(C, mem, base, 0, first)
@@ -410,6 +426,11 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "stride_bias_b",
         "stride_bias_h",
         "stride_bias_m",
+        "stride_dbias_b",
+        "stride_dbias_h",
+        "items",
+        "first_item",
+        "stores",
         "stride_mask_b",
         "stride_mask_h",
         "stride_mask_m",
@@ -426,6 +447,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "partial_ptr",
         "full_ptr",
         "bias_ptr",
+        "dbias_ptr",
         "mask_ptr",
         "seed_ptr",
     ],
@@ -469,6 +491,12 @@ def attention_backward(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dbias_ptr,
+    stride_dbias_b,
+    stride_dbias_h,
+    items,
+    first_item,
+    stores,
     mask_desc,
     mask_ptr,
     stride_mask_b,
@@ -560,6 +588,10 @@ def attention_backward(
         window_right,
         stride_slopes,
         Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
+        Matrix(dbias_ptr, stride_dbias_b, stride_dbias_h, row_blocks),
+        items,
+        first_item,
+        stores,
         Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
         seed_ptr,
         drop_below,
