@@ -207,6 +207,7 @@ TENSORS = {
     "bias over the batch": {"bias": (1, 4, 70, 130)},
     "bias over the batch, keys that rows of 16 bytes hold": {"bias": (1, 4, 70, 136), "seqlen_k": 136},
     "bias over heads": {"bias": (2, 1, 300, 130), "kv_heads": 2, "seqlen_q": 300},
+    "bias over the batch, causal": {"bias": (1, 4, 300, 300), "seqlen_q": 300, "seqlen_k": 300, "right": 0},
     "low bias": {"bias": (1, 4, 70, 130), "low": True},
     "mask": {"mask": (2, 4, 70, 130), "dim": 128},
     "bias and mask": {"bias": (1, 4, 70, 130), "mask": (2, 1, 70, 130), "right": 0},

@@ -107,6 +107,37 @@ def test_what_a_tensor_hides_may_hold_anything(kind, keys, dim):
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
+BIASES = {
+    "over the batch": lambda: dict(bias=randn(1, 40, 300, 520)),
+    "over heads, grouped": lambda: dict(bias=randn(30, 1, 300, 520), kv_heads=2),
+    "over both": lambda: dict(bias=randn(300, 520)),
+    "read by threads": lambda: dict(bias=randn(1, 40, 300, 517)),
+    "float32": lambda: dict(bias=randn(30, 1, 300, 520, dtype=torch.float32)),
+    "causal": lambda: dict(bias=randn(1, 40, 300, 520), causal=True),
+    "window": lambda: dict(bias=randn(30, 1, 300, 520), window_size=(100, 30)),
+    "lengths, window": lambda: dict(bias=randn(1, 40, 300, 520), window_size=(100, 30), seqused_q=[300, 7, 130], seqused_k=[400, 520, 129]),
+    "mask of heads": lambda: dict(bias=randn(30, 1, 300, 520), mask=randn(1, 2, 300, 520) > -1),
+    "softcap, slopes": lambda: dict(bias=randn(1, 40, 300, 520), softcap=3.0, alibi_slopes=randn(40, dtype=torch.float32).abs() * 0.1),
+    "dropout": lambda: dict(bias=randn(1, 40, 300, 520), dropout_p=0.3, dropout_seed=7),
+    "fewer keys than queries": lambda: dict(bias=randn(1, 40, 600, 280), causal=True),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_of_shared_biases(name, dim):
+    """With more tiles of one item than multiprocessors, whose gradients are stored first, and where they are cleared."""
+    given = BIASES[name]()
+    batch, heads = (given["bias"].shape[0], 2) if given["bias"].shape[0] > 1 else (3, 40) if given["bias"].ndim == 4 else (2, 4)
+    lengths = {x: torch.tensor(given.pop(x), device="cuda").int() for x in ("seqused_q", "seqused_k") if x in given}
+    kv_heads, (seqlen_q, seqlen_k) = given.pop("kv_heads", heads), given["bias"].shape[-2:]
+    inputs = qkv(batch, seqlen_q, seqlen_k, heads=2 * heads if kv_heads != heads else heads, kv_heads=kv_heads, head_dim=dim)
+    leaves = {x: y.detach().requires_grad_() for x, y in {**inputs, "bias": given["bias"]}.items()}
+    told = explain(**{**given, **lengths, **leaves}, pass_="bwd")
+    assert told.backend == "hopper" and "added up" in told.tiles
+    compare({**inputs, **given, **lengths}, "hopper")
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_many_heads_share_a_key_head(dim):
     compare({**qkv(1, 300, 300, heads=40, kv_heads=1, head_dim=dim), "causal": True}, "hopper")

@@ -2,8 +2,8 @@
 
 Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. Before, packed sequences are scheduled and what their tiles add to is
 cleared (`clear_ends`), and tiles with lists are put into an order (`list_records`). With a bias the portable `row_terms` takes the place of
-the first. Its gradient, where there is something to add up (`adds_bias_gradient`), leaves `attention_backward` as sums, which `finish_bias`
-puts in order; else portable kernels compute it.
+the first. The gradient of a bias leaves `attention_backward` as sums (`backward_bias`), where `adds_bias_gradient` says so; else portable
+kernels compute it.
 The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
 bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
@@ -23,9 +23,10 @@ from ..triton.backward_pass import backward as portable_backward
 from ..triton.launch import Launch, alignment, run, strides
 from ..triton.row_terms import row_terms_of
 from . import adds_bias_gradient, sizes_used, tma_refusal
+from .backward_bias import BiasSums, sums_of
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
-from .backward_rows import clear_ends, finish_bias, finish_queries, prepare_rows
+from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
 from .launch import (
@@ -227,33 +228,15 @@ def row_blocks_of(t: Operands, block_m: int) -> int:
     return -(-seqlen_q // padding) * (padding // block_m)
 
 
-def bias_sums(t: Operands, variant: BackwardVariant) -> int:
-    """How many numbers the gradient of a bias is added up in: whole blocks of scores for each of its heads."""
-    if t.bias is None or not variant.bias_gradient:
-        return 0
-    tiles = -(-t.k.shape[2] // variant.block_n) * row_blocks_of(t, variant.block_m)
-    return t.bias.shape[0] * t.bias.shape[1] * tiles * variant.block_m * variant.block_n
-
-
-def storing_first(t: Operands, r: Rules, heads_first: bool, tiles: int, multiprocessors: int) -> bool:
-    """Whether a launch for one of the items that share a bias stores its gradient, so that nothing needs to be cleared, and another one
-    adds the rest: where all tiles are visited and those of one item keep the device busy. `tiles`: those of all items of a head.
-    """
-    if t.bias is None or r.window_left >= 0 or r.window_right >= 0 or t.seqused_q is not None or t.seqused_k is not None:
-        return False
-    batch, heads_k = t.k.shape[:2]
-    apart = t.bias.shape[1] == t.q.shape[1] if heads_first else t.bias.shape[0] == batch  # others have a bias of their own
-    return apart and tiles * (heads_k if heads_first else batch) >= multiprocessors
-
-
 def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
     """Device memory that a backward pass takes beside its gradients."""
     variant = variant_of(t, r, bias_gradient=bias_gradient and adds_bias_gradient(t, r))
-    rows = t.q.shape[0] * t.q.shape[1] * row_blocks_of(t, variant.block_m) * variant.block_m
+    row_blocks = row_blocks_of(t, variant.block_m)
+    rows = t.q.shape[0] * t.q.shape[1] * row_blocks * variant.block_m
     copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
     copied = copies + 4 * rows * bool(variant.bias) if variant.bias or variant.mask else 0
     turns = 4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0
-    return rows * (4 * variant.dim + 8) + turns + copied + 4 * bias_sums(t, variant)
+    return rows * (4 * variant.dim + 8) + turns + copied + 4 * sums_of(t, variant, row_blocks)
 
 
 def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, ordered: bool) -> int:
@@ -351,18 +334,10 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
     processors = multiprocessors(q.device.index)
+    # Batch items of a head follow one another, or key heads of a batch item: the first items of all, then the rest.
     items, others = (batch, heads_k) if variant.heads_first else (heads_k, batch)
-    shares = [(0, items, False)]  # first item, items, whether the gradient of the bias is stored
-    sums: Tensor | None = None
-    if variant.bias_gradient:
-        sums = q.new_empty(bias_sums(t, variant), dtype=torch.float32)
-        if storing_first(t, r, variant.heads_first, key_tiles, processors):
-            shares = [(0, 1, True), (1, items - 1, False)] if items > 1 else [(0, 1, True)]
-        else:
-            sums.zero_()
-    bias_b, bias_h = (0, 0) if sums is None or t.bias is None else t.bias.shape[:2]
-    per_head = 0 if sums is None else sums.numel() // (bias_b * bias_h)
-    for first_item, share, stores in shares:
+    sums = BiasSums.of(t, variant, row_blocks, processors) if variant.bias_gradient else None
+    for first_item, share, stores in ((0, items, False),) if sums is None else sums.shares:
         all_tiles = key_tiles * share * others
         programs = min(all_tiles, processors) if variant.turns else all_tiles
         replay.start(
@@ -402,9 +377,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
             None if rest is None else Descriptor(rest, [rows], [1]),
             *matrix_arguments(t.bias, variant.bias, pointer),
-            pointer if sums is None else sums.data_ptr(),
-            bias_h * per_head if bias_b > 1 else 0,
-            per_head if bias_h > 1 else 0,
+            *((pointer, 0, 0) if sums is None else (sums.sums.data_ptr(), sums.stride_b, sums.stride_h)),
             share,
             first_item,
             int(stores),
@@ -431,15 +404,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             SPLIT=2 // variant.tile.dq_rows, LANES=variant.lanes, num_warps=4,
         )  # fmt: skip
     if grads.dbias is not None and sums is not None:
-        align = alignment(grads.dbias)
-        align = align if seqlen_k % align == 0 else 1
-        bias_batch, bias_heads, *_ = grads.dbias.shape
-        row_tiles = -(-seqlen_q // variant.block_m)
-        run(
-            finish_bias, bias_batch * bias_heads * row_tiles * key_tiles,
-            sums, grads.dbias, *strides(grads.dbias, align), bias_heads, seqlen_q, seqlen_k, row_tiles, row_blocks, key_tiles,
-            ALIGN=align, BLOCK_M=variant.block_m, BLOCK_N=variant.block_n, num_warps=8,
-        )  # fmt: skip
+        sums.finish(grads.dbias, t, r, variant, row_blocks)
     elif grads.dbias is not None:
         # The portable kernels recompute its tiles from the same LSE.
         portable_backward(t, r, saved, cot, Gradients(dbias=grads.dbias))

@@ -165,7 +165,7 @@ def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.const
 
 @jit
 def add_to_bias(C: gl.constexpr, p, tile, head, block, ds):
-    """Add the gradients of a block of scores, float32 [block_n, block_m], to those of the bias; see `backward_rows.finish_bias`."""
+    """Add the gradients of a block of scores, float32 [block_n, block_m], to those of the bias; see `backward_bias`."""
     store = gl.where(head == tile.head_k * p.group, p.stores, 0)
     add_in_memory(ds, bias_place(C, p, tile, head, block), store)
 

@@ -16,8 +16,7 @@ CHUNK: tl.constexpr = tl.constexpr(64)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
 _RUNTIME = ["heads", "seqlen", "seqlen_k", "window_right", "tiles", "row_blocks", "stride_dlse_b", "stride_dlse_h", "stride_dlse_s"]
-_RUNTIME += ["row_tiles", "key_tiles"]
-_RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dq", "dk", "dv", "dbias") for dim in "bhs"]
+_RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dq", "dk", "dv") for dim in "bhs"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -134,31 +133,6 @@ def finish_queries(
         visible = (first + columns < DIM) & (offs_m < rows)[:, None]
         offsets = (first + columns) * (1 if stride_dq_d is None else stride_dq_d)
         tl.store(target + offsets, (acc * scale).to(dq_ptr.dtype.element_ty), mask=visible)
-
-
-@triton.jit(do_not_specialize=_RUNTIME)
-def finish_bias(
-    sums_ptr, dbias_ptr, stride_dbias_b: tl.int64, stride_dbias_h: tl.int64, stride_dbias_s: tl.int64, stride_dbias_d,
-    heads, seqlen, seqlen_k, row_tiles, row_blocks, key_tiles,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a bias, in its dtype, from the sums of `backward_pass.add_to_bias`. One program a block of scores; `heads` and the
-    batch items are those of the bias. ALIGN also divides the number of keys.
-
-    A block of sums lies as its threads held it, transposed: [warp of 16 keys, 8 queries, lane, 2 rows of 8 keys, 2 queries], where four
-    neighbouring lanes have 8 queries of the same keys.
-    """
-    tile, bh = tl.program_id(0) % (row_tiles * key_tiles), tl.program_id(0) // (row_tiles * key_tiles)
-    block, keys = tile % row_tiles, tile // row_tiles
-    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-    start = sums_ptr + ((bh.to(tl.int64) * key_tiles + keys) * row_blocks + block) * SIZE
-    x = tl.reshape(tl.load(start + tl.arange(0, SIZE)), [BLOCK_N // 16, BLOCK_M // 8, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, (1, 3, 5, 0, 4, 2)), [BLOCK_M, BLOCK_N])
-    offs_m, offs_n = block * BLOCK_M + tl.arange(0, BLOCK_M), keys * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (offs_m < seqlen)[:, None] & (offs_n // ALIGN < seqlen_k // ALIGN)[None, :]
-    head = dbias_ptr + ((bh // heads).to(tl.int64) * stride_dbias_b + (bh % heads).to(tl.int64) * stride_dbias_h) * ALIGN
-    rows = head + offs_m.to(tl.int64)[:, None] * (stride_dbias_s * ALIGN)
-    tl.store(rows + offs_n[None, :] * (1 if stride_dbias_d is None else stride_dbias_d), x.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
