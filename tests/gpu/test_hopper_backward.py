@@ -133,9 +133,9 @@ def test_gradients_of_shared_biases(name, dim):
     kv_heads, (seqlen_q, seqlen_k) = given.pop("kv_heads", heads), given["bias"].shape[-2:]
     inputs = qkv(batch, seqlen_q, seqlen_k, heads=2 * heads if kv_heads != heads else heads, kv_heads=kv_heads, head_dim=dim)
     leaves = {x: y.detach().requires_grad_() for x, y in {**inputs, "bias": given["bias"]}.items()}
-    told = explain(**{**given, **lengths, **leaves}, pass_="bwd")
+    told = explain(**{**given, **lengths, **leaves}, pass_="bwd", deterministic=False)
     assert told.backend == "hopper" and "added up" in told.tiles
-    compare({**inputs, **given, **lengths}, "hopper")
+    compare({**inputs, **given, **lengths}, "hopper", deterministic=False)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
