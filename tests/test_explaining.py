@@ -69,7 +69,7 @@ def test_the_backward_pass_told_is_that_of_the_gradients_wanted() -> None:
 
 
 def test_sums_of_a_shared_bias_are_memory_that_is_told() -> None:
-    """In whole blocks of 64 queries and 128 keys. Of a bias that nothing shares there are none, nor where the order of additions is fixed."""
+    """In whole blocks of 64 queries and 128 keys; none of a bias that nothing shares, nor where the order of additions is fixed."""
 
     def told(bias_batch: int, needed: bool = True, deterministic: bool = False) -> explaining.Explanation:
         q, k, v = (meta(2, 300, 4, 64).requires_grad_() for _ in range(3))
