@@ -19,19 +19,8 @@ from .test_hopper_walk import _GL, _Int, _Pointer, _visible
 _FIELDS = "batch sequence head_k block key keys_end rows_end shift last_block blocks first_q first_k rows_k first_block record_ptr"
 _Tile = namedtuple("_Tile", _FIELDS)
 _FOUND: dict = {}
-_NAMES = (
-    "find_keys",
-    "seen_rows",
-    "seen_keys",
-    "plain_blocks",
-    "first_key_block",
-    "is_cut",
-    "row_of",
-    "lists_of",
-    "blocks_of_head",
-    "bias_place",
-)
-for _name in (*_NAMES, "listed_block"):
+_NAMES = ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of", "lists_of", "blocks_of_head")
+for _name in (*_NAMES, "bias_place", "listed_block"):
     _body = getattr(walk if _name == "listed_block" else backward_walk, _name).fn
     _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b, "uniform": lambda x: x}
     _FOUND[_name] = types.FunctionType(_body.__code__, _globals, _name)
@@ -126,12 +115,13 @@ def test_items_that_share_a_bias_follow_one_another(heads_first):
     items, others = (batch, heads_k) if heads_first else (heads_k, batch)
     per_head = key_tiles * row_blocks * size
     strides = (0, per_head) if heads_first else (per_head, 0)
+    sums = types.SimpleNamespace(ptr=0, stride_b=strides[0], stride_h=strides[1], stride_m=row_blocks)
     places, tiles = defaultdict(int), set()
     for first_item, share in ((0, 1), (1, items - 1)):
         p = types.SimpleNamespace(
             lengths_q_ptr=None, lengths_k_ptr=None, seqlen_q=200, seqlen_k=seqlen_k, heads_k=heads_k, records_ptr=None, head_group=share,
             batch_heads=share * others, row_blocks=row_blocks, key_tiles=key_tiles, window_left=-1, window_right=-1, items=share,
-            first_item=first_item, group=group, dbias=types.SimpleNamespace(ptr=0, stride_b=strides[0], stride_h=strides[1], stride_m=row_blocks),
+            first_item=first_item, group=group, dbias=sums,
         )  # fmt: skip
         found = [_FOUND["find_keys"](c, p, number) for number in range(key_tiles * share * others)]
         tiles |= {(t.batch, t.head_k, t.block) for t in found}
