@@ -79,8 +79,14 @@ class StandIn:
             ds = torch.where(prob == 0, 0.0, ds)
         nothing = lse[..., None] == float("inf")
         ours = StandIn.ours(a, c, batch, heads // group)
-        if c.bias_gradient:
+        if c.bias_gradient == "added":
             StandIn.add_to_bias(a, c, ds, ours)
+        if c.bias_gradient == "stored":
+            visited = seen.view(batch, heads, -1, c.block_m, seqlen_k) if seen.ndim == 4 else seen.view(1, 1, -1, c.block_m, seqlen_k)
+            visited = torch.nn.functional.pad(visited, (0, -seqlen_k % c.block_n)).unflatten(4, (-1, c.block_n)).any(5).any(3)
+            visited = visited.repeat_interleave(c.block_m, 2).repeat_interleave(c.block_n, 3)[:, :, :seqlen_q, :seqlen_k]
+            target = a["dbias_desc"].base
+            target.copy_(torch.where(visited, ds[:, :, :seqlen_q].to(target.dtype), target))
         if not (c.bias or c.mask or c.listed):
             q, do = (torch.where(nothing, 0.0, x) for x in (q, do))
 
@@ -104,7 +110,7 @@ class StandIn:
     def ours(a, c, batch, heads_k):
         """(B, Hk), True for the key heads of the batch that a launch works on."""
         ours = torch.ones(batch, heads_k, dtype=torch.bool)
-        if c.heads_first or c.bias_gradient:
+        if c.heads_first or c.bias_gradient == "added":
             item = torch.arange(batch)[:, None] if c.heads_first else torch.arange(heads_k)
             ours &= (item >= a["first_item"]) & (item < a["first_item"] + a["items"])
         assert a["batch_heads"] == ours.sum() and a["all_tiles"] == a["batch_heads"] * a["key_tiles"]
@@ -204,6 +210,8 @@ TENSORS = {
     "bias": {"bias": (2, 4, 70, 130), "right": 0},
     "bias over heads, grouped, ordered": {"bias": (2, 1, 70, 130), "kv_heads": 2, "ordered": True},
     "bias over all, sink": {"bias": (1, 1, 70, 130), "sink": True, "kv_heads": 2},
+    "bias of its own": {"bias": (2, 4, 70, 136), "seqlen_k": 136, "half": True, "ordered": True},
+    "bias of its own, causal": {"bias": (2, 4, 200, 136), "seqlen_q": 200, "seqlen_k": 136, "half": True, "right": 0},
     "bias over the batch": {"bias": (1, 4, 70, 130)},
     "bias over the batch, keys that rows of 16 bytes hold": {"bias": (1, 4, 70, 136), "seqlen_k": 136},
     "bias over heads": {"bias": (2, 1, 300, 130), "kv_heads": 2, "seqlen_q": 300},
@@ -234,7 +242,7 @@ LISTS = {
 @pytest.mark.parametrize("name", [*CASES, *TENSORS, *LISTS])
 def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     case = {"dim": 64, "dim_v": 0, "kv_heads": 4, "seqlen_q": 70, "seqlen_k": 130, "right": -1, "ordered": False, "sink": False, "dout": ""}
-    case |= {"dropout": False} | (CASES | TENSORS | LISTS)[name]
+    case |= {"dropout": False, "half": False} | (CASES | TENSORS | LISTS)[name]
     inputs = helpers.make_inputs(
         2, case["seqlen_q"], case["seqlen_k"], 4, case["kv_heads"], case["dim"], case["dim_v"] or case["dim"], dtype=torch.float16
     )
@@ -248,7 +256,7 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     hidden[:, 17] = hidden[-1] = True
     if "bias" in case:
         low = -2e4 if case.get("low") else 0.0
-        inputs["bias"] = (torch.randn(case["bias"]) + low).masked_fill_(hidden, float("-inf"))
+        inputs["bias"] = (torch.randn(case["bias"]) + low).masked_fill_(hidden, float("-inf")).to(torch.float16 if case["half"] else None)
     if "mask" in case:
         inputs["mask"] = (torch.rand(case["mask"]) < 0.7) & ~hidden
     blocks: TileLists | None = None
@@ -284,7 +292,9 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
 
     def program_for(t, r, slope_gradient, bias_gradient):
-        assert bias_gradient == (StandIn.bias is not None and StandIn.bias.shape[:2] != (2, 4) and not case["ordered"])
+        own = StandIn.bias is not None and StandIn.bias.shape[:2] == (2, 4)
+        expected = "" if StandIn.bias is None else "stored" if own and case["half"] else "added" if not (own or case["ordered"]) else ""
+        assert bias_gradient == expected
         variant = backward_launch.variant_of(t, r, slope_gradient, bias_gradient)
         return backward_launch.BackwardProgram(variant, 0, StandIn(variant))
 

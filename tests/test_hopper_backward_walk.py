@@ -110,7 +110,7 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
 def test_items_that_share_a_bias_follow_one_another(heads_first):
     """Two launches, of the first item and of the rest, visit every tile once; a tile of keys goes to all items before the next one's."""
     batch, heads_k, seqlen_k, group = 3, 4, 640, 1 if heads_first else 2
-    c = BackwardVariant(TILES["64 featured"], "bf16", 64, 64, bias="tma", bias_gradient=True, heads_first=heads_first)
+    c = BackwardVariant(TILES["64 featured"], "bf16", 64, 64, bias="tma", bias_gradient="added", heads_first=heads_first)
     key_tiles, row_blocks, size = -(-seqlen_k // c.block_n), 4, c.block_m * c.block_n
     items, others = (batch, heads_k) if heads_first else (heads_k, batch)
     per_head = key_tiles * row_blocks * size

@@ -262,7 +262,7 @@ def writes_bias_once(t: Operands, r: Rules, chosen: plan.Plan | None) -> bool:
     if t.bias is None or t.cu_seqlens_q is not None:
         return False
     full = t.bias.numel() == t.q.shape[:3].numel() * t.k.shape[2]
-    return full or (chosen is not None and chosen.backend == "hopper" and chosen.kernels().adds_bias_gradient(t, r))
+    return full or (chosen is not None and chosen.backend == "hopper" and chosen.kernels().bias_gradient_of(t, r) == "added")
 
 
 def run_backward(args: dict[str, Any]) -> list[Tensor]:

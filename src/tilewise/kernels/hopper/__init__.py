@@ -160,14 +160,21 @@ def _unserved_gradient(t: Operands, r: Rules, request: Request) -> str | None:
     return None
 
 
-def adds_bias_gradient(t: Operands, r: Rules) -> bool:
-    """Whether the backward kernel adds up the gradient of a bias, and writes it in the bias's own dtype: of one that is full in queries and
-    keys and shared by batch items or heads. Its sums take float32 numbers in memory, which one that is not shared would not need, and are
-    added in no fixed order."""
+def bias_gradient_of(t: Operands, r: Rules) -> str:
+    """How the backward kernel gives the gradient of a bias, in the bias's own dtype; "": the portable kernels give it.
+
+    "stored": one that is not shared, where TMA can write dS as the kernel rounds it for its products.
+    "added": of a bias that is full in queries and keys and shared by batch items or heads: sums in float32, added in no fixed order.
+    """
     from .launch import form_of
 
-    shared = t.bias is not None and t.bias.shape[:2] != t.q.shape[:2]
-    return shared and not r.deterministic and form_of(t.bias) in ("tma", "full")
+    if t.bias is None:
+        return ""
+    if t.bias.shape == (*t.q.shape[:3], t.k.shape[2]):
+        stored = t.bias.dtype == t.q.dtype and t.k.shape[2] % 8 == 0 and r.softcap == 0  # which is in dS, too
+        return "stored" if stored else ""
+    shared = t.bias.shape[:2] != t.q.shape[:2]
+    return "added" if shared and not r.deterministic and form_of(t.bias) in ("tma", "full") else ""
 
 
 def tma_refusal(x: Tensor) -> str | None:
@@ -192,8 +199,8 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
         v = variant_of(t, r, "alibi_slopes" in request.needs)
         copied = "; Q, K, V and dO are copied first, without what is not finite and nobody sees" if v.bias or v.mask else ""
         if t.bias is not None and "bias" in request.needs:
-            where = "added up in float32 beside them" if adds_bias_gradient(t, r) else "computed by the portable kernels"
-            copied += f"; the gradient of the bias is {where}"
+            where = {"added": "added up in float32 beside them", "stored": "stored beside them", "": "computed by the portable kernels"}
+            copied += f"; the gradient of the bias is {where[bias_gradient_of(t, r)]}"
         return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
     from .configs import ROWS
     from .launch import tile_of

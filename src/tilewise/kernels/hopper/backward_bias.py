@@ -58,7 +58,7 @@ def finish_bias(
 
 def sums_of(t: Operands, variant: BackwardVariant, row_blocks: int) -> int:
     """How many numbers the gradient of a bias is added up in; `row_blocks`: blocks of queries of a head, with those that pad it."""
-    if t.bias is None or not variant.bias_gradient:
+    if t.bias is None or variant.bias_gradient != "added":
         return 0
     tiles = -(-t.k.shape[2] // variant.block_n) * row_blocks
     return t.bias.shape[0] * t.bias.shape[1] * tiles * variant.block_m * variant.block_n

@@ -45,7 +45,7 @@ class BackwardVariant:
     slope_gradient: bool = False
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
-    bias_gradient: bool = False  # dS of each block is added up in memory, beside a bias that is full in queries and keys
+    bias_gradient: str = ""  # "added": dS of each block is added up in memory; "stored": it is the gradient of a bias that nothing shares
     mask: str = ""
     heads_first: bool = False  # tiles of one head's batch items follow one another: they share what a bias or mask says
     dropout: bool = False

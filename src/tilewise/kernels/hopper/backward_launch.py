@@ -2,8 +2,8 @@
 
 Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. Before, packed sequences are scheduled and what their tiles add to is
 cleared (`clear_ends`), and tiles with lists are put into an order (`list_records`). With a bias the portable `row_terms` takes the place of
-the first. The gradient of a bias leaves `attention_backward` as sums (`backward_bias`), where `adds_bias_gradient` says so; else portable
-kernels compute it.
+the first. `bias_gradient_of` says whether `attention_backward` stores the gradient of a bias, or leaves it as sums (`backward_bias`); else
+portable kernels compute it.
 The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
 bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
@@ -22,7 +22,7 @@ from ..triton import packed
 from ..triton.backward_pass import backward as portable_backward
 from ..triton.launch import Launch, alignment, run, strides
 from ..triton.row_terms import row_terms_of
-from . import adds_bias_gradient, sizes_used, tma_refusal
+from . import bias_gradient_of, sizes_used, tma_refusal
 from .backward_bias import BiasSums, sums_of
 from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
 from .backward_pass import attention_backward
@@ -88,6 +88,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "lse_rest_desc": row if variant.bias else "constexpr",
         "bias_desc": bias if variant.bias == "tma" else "constexpr",
         "bias_ptr": f"*{variant.bias_dtype}",
+        "dbias_desc": matrix_type(variant.dtype, variant.block_m, variant.block_n) if variant.bias_gradient == "stored" else "constexpr",
         "dbias_ptr": "*fp32",
         "stride_dbias_b": "i64",
         "stride_dbias_h": "i64",
@@ -107,7 +108,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
 def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
     types = signature(variant, slopes)
-    absent = {name: None for name in ("lse_rest_desc", "bias_desc", "mask_desc") if types[name] == "constexpr"}
+    absent = {name: None for name in ("lse_rest_desc", "bias_desc", "dbias_desc", "mask_desc") if types[name] == "constexpr"}
     address = variant.barrier_offset
     for _ in range(2):
         kernel = compile_kernel(
@@ -141,7 +142,7 @@ def items_follow(t: Operands) -> bool:
     return batch == 1 and heads > 1
 
 
-def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradient: bool = False) -> BackwardVariant:
+def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradient: str = "") -> BackwardVariant:
     """The kernel that serves a call; `why_not` has said that one does."""
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
     lengths = t.seqused_q is not None or t.seqused_k is not None
@@ -182,7 +183,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradien
 _programs: dict[tuple, BackwardProgram] = {}
 
 
-def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: bool) -> BackwardProgram:
+def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: str) -> BackwardProgram:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     q, slopes = t.q, t.alibi_slopes
     surplus = t.k.shape[2] - q.shape[2]
@@ -230,7 +231,7 @@ def row_blocks_of(t: Operands, block_m: int) -> int:
 
 def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
     """Device memory that a backward pass takes beside its gradients."""
-    variant = variant_of(t, r, bias_gradient=bias_gradient and adds_bias_gradient(t, r))
+    variant = variant_of(t, r, bias_gradient=bias_gradient_of(t, r) if bias_gradient else "")
     row_blocks = row_blocks_of(t, variant.block_m)
     rows = t.q.shape[0] * t.q.shape[1] * row_blocks * variant.block_m
     copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
@@ -271,7 +272,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     slopes, sink, lengths_q, lengths_k = (None if x is None else x.contiguous() for x in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
     batch, heads, seqlen_q, dim = q.shape
     heads_k, seqlen_k, dim_v = v.shape[1:]
-    program = program_for(t, r, grads.dalibi_slopes is not None, grads.dbias is not None and adds_bias_gradient(t, r))
+    program = program_for(t, r, grads.dalibi_slopes is not None, "" if grads.dbias is None else bias_gradient_of(t, r))
     variant = program.variant
     row_blocks = row_blocks_of(t, variant.block_m)
     rows = batch * heads * row_blocks * variant.block_m
@@ -336,7 +337,10 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     processors = multiprocessors(q.device.index)
     # Batch items of a head follow one another, or key heads of a batch item: the first items of all, then the rest.
     items, others = (batch, heads_k) if variant.heads_first else (heads_k, batch)
-    sums = BiasSums.of(t, variant, row_blocks, processors) if variant.bias_gradient else None
+    sums = BiasSums.of(t, variant, row_blocks, processors) if variant.bias_gradient == "added" else None
+    dbias = grads.dbias if variant.bias_gradient == "stored" else None
+    if dbias is not None and (r.window_left >= 0 or r.window_right >= 0 or lengths_q is not None or lengths_k is not None):
+        dbias.zero_()  # blocks that nothing sees are not visited
     for first_item, share, stores in ((0, items, False),) if sums is None else sums.shares:
         all_tiles = key_tiles * share * others
         programs = min(all_tiles, processors) if variant.turns else all_tiles
@@ -377,6 +381,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
             None if rest is None else Descriptor(rest, [rows], [1]),
             *matrix_arguments(t.bias, variant.bias, pointer),
+            None if dbias is None else descriptor(dbias),
             *((pointer, 0, 0) if sums is None else (sums.sums.data_ptr(), sums.stride_b, sums.stride_h)),
             share,
             first_item,
@@ -405,6 +410,6 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         )  # fmt: skip
     if grads.dbias is not None and sums is not None:
         sums.finish(grads.dbias, t, r, variant, row_blocks)
-    elif grads.dbias is not None:
+    elif grads.dbias is not None and dbias is None:
         # The portable kernels recompute its tiles from the same LSE.
         portable_backward(t, r, saved, cot, Gradients(dbias=grads.dbias))

@@ -260,7 +260,7 @@ def add_block(
         dp = kept(dp, bits, 8) * p.keep_scale
     ds = prob * (dp - delta[None, :])
     dbias = ds
-    if C.bias_gradient and C.early_dbias:
+    if C.bias_gradient == "added" and C.early_dbias:
         add_to_bias(C, p, tile, head, block, dbias)
         # Another edge: without it ptxas keeps the numbers until the warp groups have met.
         wait(base + 8 * (C.k_full + slot), phase_of(turn, C.key_stages))
@@ -269,6 +269,8 @@ def add_block(
     if C.softcap:
         ds = ds * (4.0 * r - 4.0 * r * r)
     ds = ds.to(dtype)
+    if C.bias_gradient == "stored":
+        wait(base + 8 * C.dq_empty, (count & 1) ^ 1)  # dS of the block before has left with its dQ
     mem.ds.store(ds)
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
     if C.share_p:
@@ -295,7 +297,7 @@ def add_block(
         dq = warpgroup_mma_wait(1, deps=[dq_future])
     if C.dq_parts == 1:
         hand_over(C, mem, base, count, dq)
-        if C.bias_gradient and not C.early_dbias:
+        if C.bias_gradient == "added" and not C.early_dbias:
             add_to_bias(C, p, tile, head, block, dbias)
     else:
         first, rest = halves(C, dq)
@@ -491,6 +493,7 @@ def attention_backward(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dbias_desc,
     dbias_ptr,
     stride_dbias_b,
     stride_dbias_h,
@@ -537,7 +540,13 @@ def attention_backward(
     if C.mask == "tma":
         mask = gl.allocate_shared_memory(mask_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], mask_desc.layout)
         mask_tiles = mask_desc
-    ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
+    dbias, dbias_tiles = q, q_desc
+    if C.bias_gradient == "stored":
+        dbias = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK_M, BLOCK_N], dbias_desc.layout)
+        dbias_tiles = dbias_desc
+        ds = dbias.reshape([BLOCK_M, BLOCK_N]).permute((1, 0))
+    else:
+        ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     if C.share_p:  # noqa: SIM108
         prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     else:
@@ -559,8 +568,10 @@ def attention_backward(
     barrier_init(barriers.index(C.dq_full + 1), count=NUM_WARPS)
     barrier_init(barriers.index(C.dq_empty), count=1)
     fence_async_shared()
-    desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles)
-    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, barriers)
+    desc = Descriptors(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles, dbias_tiles
+    )
+    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, dbias, barriers)
     p = BackwardProblem(
         lengths_q_ptr,
         lengths_k_ptr,

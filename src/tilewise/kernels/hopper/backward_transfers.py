@@ -45,10 +45,11 @@ class Buffers:
     p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
     ds: memdesc_type  # [block_n, block_m]
     dq: memdesc_type  # dq_box, float32
+    dbias: memdesc_type  # [1, 1, block_m, block_n]: dS as it lies in the gradient of a bias, where it is stored
     barriers: memdesc_type
 
     @constexpr_function
-    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, barriers):
+    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, dbias, barriers):
         self.q = q
         self.do = do
         self.lse = lse
@@ -61,6 +62,7 @@ class Buffers:
         self.p = p
         self.ds = ds
         self.dq = dq
+        self.dbias = dbias
         self.barriers = barriers
 
 
@@ -78,9 +80,10 @@ class Descriptors:
     lse_rest: descriptor_type
     bias: descriptor_type
     mask: descriptor_type
+    dbias: descriptor_type
 
     @constexpr_function
-    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask):
+    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask, dbias):
         self.q = q
         self.k = k
         self.v = v
@@ -93,6 +96,7 @@ class Descriptors:
         self.lse_rest = lse_rest
         self.bias = bias
         self.mask = mask
+        self.dbias = dbias
 
 
 @jit
@@ -188,6 +192,13 @@ def dq_coordinates(C: gl.constexpr, row, part):
 
 
 @jit
+def store_bias_gradient(C: gl.constexpr, desc, mem, tile, head, block):
+    """The gradient of a block of scores, which lies in shared memory until dQ's buffer is given back."""
+    if C.bias_gradient == "stored":
+        tma_store(desc.dbias, [tile.batch, head, block * C.block_m, tile.key], mem.dbias)
+
+
+@jit
 def add_tile(C: gl.constexpr, p, desc, mem, base, number, done, WARP: gl.constexpr):
     """The parts of dQ of the number-th tile of keys that are this warp's, behind `done` parts of this CTA. Returns their new number."""
     PARTS: gl.constexpr = C.dq_parts
@@ -209,6 +220,7 @@ def add_tile(C: gl.constexpr, p, desc, mem, base, number, done, WARP: gl.constex
             turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
             await_turn(turn_ptr, turn)
             wait(base + 8 * (C.dq_full + WARP), phase)
+            store_bias_gradient(C, desc, mem, tile, head, block)
             if turn == 0:
                 tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
             else:
@@ -217,6 +229,7 @@ def add_tile(C: gl.constexpr, p, desc, mem, base, number, done, WARP: gl.constex
             wait(base + 8 * (C.dq_full + WARP), phase)
             if C.listed:
                 row = left_number(row_slot(C, base, count // PARTS))
+            store_bias_gradient(C, desc, mem, tile, head, block)
             tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         tma_store_wait(0)
         arrive_each_warp(base + 8 * C.dq_empty)

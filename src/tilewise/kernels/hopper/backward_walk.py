@@ -202,7 +202,7 @@ def find_keys(C: gl.constexpr, p, number):
     if C.heads_first:
         head_k = divide(batch_head, p.items)
         batch = p.first_item + (batch_head - head_k * p.items)
-    elif C.bias_gradient:
+    elif C.bias_gradient == "added":
         batch = divide(batch_head, p.items)
         head_k = p.first_item + (batch_head - batch * p.items)
     else:
