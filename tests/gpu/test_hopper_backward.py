@@ -138,6 +138,32 @@ def test_gradients_of_shared_biases(name, dim):
     compare({**inputs, **given, **lengths}, "hopper", deterministic=False)
 
 
+OWN = {
+    "full": lambda: {},
+    "causal": lambda: dict(causal=True),
+    "window": lambda: dict(window_size=(100, 30)),
+    "lengths": lambda: dict(
+        causal=True, seqused_q=torch.tensor([300, 7], device="cuda").int(), seqused_k=torch.tensor([400, 129], device="cuda").int()
+    ),
+    "mask, dropout": lambda: dict(mask=randn(1, 1, 300, 520) > -1, dropout_p=0.3, dropout_seed=7),
+    "slopes, sink": lambda: dict(alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.1, learnable_sink=randn(4, dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", OWN)
+def test_gradients_of_biases_that_nothing_shares(name, dim, deterministic):
+    """The same bits on every run: no two blocks of scores meet in them."""
+    inputs, options = qkv(2, 300, 520, kv_heads=4, head_dim=dim) | {"bias": randn(2, 4, 300, 520)}, OWN[name]()
+    leaves = {x: y.detach().requires_grad_() for x, y in inputs.items()}
+    assert "stored" in explain(**leaves, **options, pass_="bwd", deterministic=deterministic).tiles
+    compare({**inputs, **options}, "hopper", deterministic=deterministic)
+    dout, options = randn(2, 300, 4, dim), options | {"backend": "hopper", "deterministic": deterministic}
+    first = gradients(inputs, dout, **options)[3]
+    assert all(torch.equal(gradients(inputs, dout, **options)[3], first) for _ in range(20))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_many_heads_share_a_key_head(dim):
     compare({**qkv(1, 300, 300, heads=40, kv_heads=1, head_dim=dim), "causal": True}, "hopper")
