@@ -45,7 +45,9 @@ class BackwardVariant:
     slope_gradient: bool = False
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
+    bias_gradient: str = ""  # "added": dS of each block is added up in memory; "stored": it is the gradient of a bias that nothing shares
     mask: str = ""
+    heads_first: bool = False  # tiles of one head's batch items follow one another: they share what a bias or mask says
     dropout: bool = False
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
@@ -72,6 +74,11 @@ class BackwardVariant:
         head brings terms of its own.
         """
         return self.grouped and not (self.listed or self.alibi or self.dropout)
+
+    @property
+    def early_dbias(self) -> bool:
+        """Whether dS is added to the gradient of a bias before it is rounded, not behind dQ: there is no room to keep it until then."""
+        return max(self.dim, self.dim_v) > 64
 
     @property
     def lanes(self) -> bool:

@@ -10,7 +10,7 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 
 | barrier | arrives | waits |
 |---|---|---|
-| q_full, do_full | TMA: Q with its LSE and what meets it of a bias or mask, dO with its delta; K and V with the first | computing warp groups |
+| q_full, do_full | TMA: Q, its LSE, what meets it of a bias or mask; dO, its delta; K and V with the first | both computing warp groups |
 | q_empty, do_empty | each warp group, behind the wgmma wait that ends the reading | loading warp |
 | dq_full | each computing warp: its share of a part of dQ is written | the adding warp whose turn it is |
 | dq_empty | that adding warp: TMA has read it | both computing warp groups |
@@ -20,6 +20,7 @@ from .backward_configs import WARPS
 from .backward_transfers import Buffers, Descriptors, add_queries, load_tiles, row_slot
 from .backward_walk import (
     BackwardProblem,
+    bias_place,
     distances,
     find_keys,
     hide,
@@ -35,6 +36,7 @@ from .backward_walk import (
     visited,
 )
 from .barriers import (
+    add_in_memory,
     arrive,
     arrive_each_warp,
     first_rows,
@@ -162,6 +164,13 @@ def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.const
 
 
 @jit
+def add_to_bias(C: gl.constexpr, p, tile, head, block, ds):
+    """Add the gradients of a block of scores, float32 [block_n, block_m], to those of the bias; see `backward_bias`."""
+    store = gl.where(head == tile.head_k * p.group, p.stores, 0)
+    add_in_memory(ds, bias_place(C, p, tile, head, block), store)
+
+
+@jit
 def add_block(
     C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
 ):
@@ -249,11 +258,18 @@ def add_block(
     if C.dropout:
         dp = kept(dp, bits, 8) * p.keep_scale
     ds = prob * (dp - delta[None, :])
+    dbias = ds
+    if C.bias_gradient == "added" and C.early_dbias:
+        add_to_bias(C, p, tile, head, block, dbias)
+        # Another edge: without it ptxas keeps the numbers until the warp groups have met.
+        wait(base + 8 * (C.q_full + stage), phase)
     if C.slope_gradient:
         dslope -= partial_sums(C, ds * distances(C, tile, block, s_layout))
     if C.softcap:
         ds = ds * (4.0 * r - 4.0 * r * r)
     ds = ds.to(dtype)
+    if C.bias_gradient == "stored":
+        wait(base + 8 * C.dq_empty, (count & 1) ^ 1)  # dS of the block before has left with its dQ
     mem.ds.store(ds)
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
     if C.share_p:
@@ -280,6 +296,8 @@ def add_block(
         dq = warpgroup_mma_wait(1, deps=[dq_future])
     if C.dq_parts == 1:
         hand_over(C, mem, base, count, dq)
+        if C.bias_gradient == "added" and not C.early_dbias:
+            add_to_bias(C, p, tile, head, block, dbias)
     else:
         first, rest = halves(C, dq)
         hand_over(C, mem, base, 0, first)
@@ -388,6 +406,11 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "stride_bias_b",
         "stride_bias_h",
         "stride_bias_m",
+        "stride_dbias_b",
+        "stride_dbias_h",
+        "items",
+        "first_item",
+        "stores",
         "stride_mask_b",
         "stride_mask_h",
         "stride_mask_m",
@@ -404,6 +427,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "partial_ptr",
         "full_ptr",
         "bias_ptr",
+        "dbias_ptr",
         "mask_ptr",
         "seed_ptr",
     ],
@@ -445,6 +469,13 @@ def attention_backward(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dbias_desc,
+    dbias_ptr,
+    stride_dbias_b,
+    stride_dbias_h,
+    items,
+    first_item,
+    stores,
     mask_desc,
     mask_ptr,
     stride_mask_b,
@@ -484,7 +515,13 @@ def attention_backward(
     if C.mask == "tma":
         mask = gl.allocate_shared_memory(mask_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], mask_desc.layout)
         mask_tiles = mask_desc
-    ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
+    dbias, dbias_tiles = q, q_desc
+    if C.bias_gradient == "stored":
+        dbias = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK_M, BLOCK_N], dbias_desc.layout)
+        dbias_tiles = dbias_desc
+        ds = dbias.reshape([BLOCK_M, BLOCK_N]).permute((1, 0))
+    else:
+        ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     if C.share_p:  # noqa: SIM108
         prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     else:
@@ -501,8 +538,10 @@ def attention_backward(
     barrier_init(barriers.index(C.dq_full + 1), count=NUM_WARPS)
     barrier_init(barriers.index(C.dq_empty), count=1)
     fence_async_shared()
-    desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles)
-    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, barriers)
+    desc = Descriptors(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles, dbias_tiles
+    )
+    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, dbias, barriers)
     p = BackwardProblem(
         lengths_q_ptr,
         lengths_k_ptr,
@@ -528,6 +567,10 @@ def attention_backward(
         window_right,
         stride_slopes,
         Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
+        Matrix(dbias_ptr, stride_dbias_b, stride_dbias_h, row_blocks),
+        items,
+        first_item,
+        stores,
         Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
         seed_ptr,
         drop_below,

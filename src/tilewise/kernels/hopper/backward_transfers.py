@@ -55,10 +55,11 @@ class Buffers:
     p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
     ds: memdesc_type  # [block_n, block_m]
     dq: memdesc_type  # dq_box, float32
+    dbias: memdesc_type  # [1, 1, block_m, block_n]: dS as it lies in the gradient of a bias, where it is stored
     barriers: memdesc_type
 
     @constexpr_function
-    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, barriers):
+    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, dbias, barriers):
         self.q = q
         self.do = do
         self.lse = lse
@@ -71,6 +72,7 @@ class Buffers:
         self.p = p
         self.ds = ds
         self.dq = dq
+        self.dbias = dbias
         self.barriers = barriers
 
 
@@ -88,9 +90,10 @@ class Descriptors:
     lse_rest: descriptor_type
     bias: descriptor_type
     mask: descriptor_type
+    dbias: descriptor_type
 
     @constexpr_function
-    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask):
+    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask, dbias):
         self.q = q
         self.k = k
         self.v = v
@@ -103,6 +106,7 @@ class Descriptors:
         self.lse_rest = lse_rest
         self.bias = bias
         self.mask = mask
+        self.dbias = dbias
 
 
 @jit
@@ -182,6 +186,13 @@ def dq_coordinates(C: gl.constexpr, row, part):
 
 
 @jit
+def store_bias_gradient(C: gl.constexpr, desc, mem, tile, head, block):
+    """The gradient of a block of scores, which lies in shared memory until dQ's buffer is given back."""
+    if C.bias_gradient == "stored":
+        tma_store(desc.dbias, [tile.batch, head, block * C.block_m, tile.key], mem.dbias)
+
+
+@jit
 def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
     """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
     one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
@@ -207,6 +218,7 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
             await_turn(turn_ptr, turn)
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            store_bias_gradient(C, desc, mem, tile, head, block)
             if turn == 0:
                 tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
             else:
@@ -215,6 +227,7 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
             if C.listed:
                 row = left_number(row_slot(C, base, count // PARTS))
+            store_bias_gradient(C, desc, mem, tile, head, block)
             tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         tma_store_wait(0)
         arrive_each_warp(base + 8 * C.dq_empty)
