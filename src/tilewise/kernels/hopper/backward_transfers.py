@@ -188,8 +188,7 @@ def dq_coordinates(C: gl.constexpr, row, part):
 @jit
 def store_bias_gradient(C: gl.constexpr, desc, mem, tile, head, block):
     """The gradient of a block of scores, which lies in shared memory until dQ's buffer is given back."""
-    if C.bias_gradient == "stored":
-        tma_store(desc.dbias, [tile.batch, head, block * C.block_m, tile.key], mem.dbias)
+    tma_store(desc.dbias, [tile.batch, head, block * C.block_m, tile.key], mem.dbias)
 
 
 @jit
@@ -218,7 +217,8 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
             await_turn(turn_ptr, turn)
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
-            store_bias_gradient(C, desc, mem, tile, head, block)
+            if C.bias_gradient == "stored":
+                store_bias_gradient(C, desc, mem, tile, head, block)
             if turn == 0:
                 tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
             else:
@@ -227,7 +227,8 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
             if C.listed:
                 row = left_number(row_slot(C, base, count // PARTS))
-            store_bias_gradient(C, desc, mem, tile, head, block)
+            if C.bias_gradient == "stored":
+                store_bias_gradient(C, desc, mem, tile, head, block)
             tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         tma_store_wait(0)
         arrive_each_warp(base + 8 * C.dq_empty)
