@@ -24,9 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import meanwhile
+
 SOURCES = Path(__file__).parent
 FOLDER = "tilewise"  # in Triton's cache
 FORMAT = 1  # of an entry
+READ = (".json", ".ptx", ".cubin")  # of a kernel's files; the stages before PTX are megabytes that no launch needs
 _ADDRESS = " at 0x"  # in the text of an object that has none of its own, and so says nothing to another process
 
 
@@ -90,7 +93,7 @@ def _read(path: str) -> Kept | None:
     kernel = CompiledKernel(source, files, entry["hash"])
     if hashlib.sha256(kernel.kernel).hexdigest() != entry["binary"]:
         return None
-    if _on_device():
+    if _on_device() and not meanwhile.rehearsing():
         kernel.run  # noqa: B018 (loads it: if this Triton's launcher asks for more than an entry has, that shows here)
     return Kept(kernel, tuple(entry["numbers"]))
 
@@ -104,7 +107,7 @@ def _write(path: str, kernel: Any, numbers: Sequence[int]) -> None:
         "name": kernel.src.name,
         "hash": kernel.hash,
         "folder": os.path.basename(folder),
-        "files": list(kernel.metadata_group),
+        "files": [name for name in kernel.metadata_group if name.endswith(READ)],
         "binary": hashlib.sha256(kernel.kernel).hexdigest(),
         "signature": list(kernel.src.signature.items()),
         "numbers": list(numbers),

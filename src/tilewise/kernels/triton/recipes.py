@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from .. import kernel_index
+from .. import kernel_index, meanwhile
 from .launching import Descriptor
 
 if TYPE_CHECKING:
@@ -46,12 +46,18 @@ def run(kernel: Any, programs: int, *given: Any, **named: Any) -> Any:
     if found is None:
         facts = (kernel.__module__, torch.cuda.get_device_capability(), key[0], *key[2:])
         kept = kernel_index.find(*facts)
-        if kept is None:
-            found = _compiled[key] = kernel[(programs,)](*given, **named)
-            replay.note(found, programs, values)
+        if kept is not None:
+            found = kept.kernel
+        else:
+            found = kernel.warmup(*given, grid=(programs,), **named) if meanwhile.rehearsing() else kernel[(programs,)](*given, **named)
             kernel_index.keep(found, *facts)
+        if meanwhile.rehearsing():
+            meanwhile.launched(found)
             return found
-        found = _compiled[key] = kept.kernel
+        _compiled[key] = found
+        if kept is None:
+            replay.note(found, programs, values)
+            return found
     replay.start(found, programs, *values)
     return found
 
