@@ -21,7 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels import kernel_index
+from tilewise.kernels.triton import kernel_index
 
 FACTS = ("add_one", "bf16", (1, True))
 
@@ -79,7 +79,7 @@ def test_a_kept_kernel_is_found_with_its_numbers(kernel) -> None:
 def test_another_process_finds_it_without_triton_s_key(kernel, folder: Path) -> None:
     script = f"""
     from triton.runtime import cache, jit
-    from tilewise.kernels import kernel_index
+    from tilewise.kernels.triton import kernel_index
 
     def never(*_):
         raise AssertionError("asked Triton")

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 import triton
 
-from tilewise.kernels import kernel_index, meanwhile, replay
+from tilewise.kernels import replay
 from tilewise.kernels.hopper import backward_compiling, backward_launch, compiling, configs, launch
-from tilewise.kernels.triton import recipes
+from tilewise.kernels.triton import kernel_index, meanwhile, recipes
 from tilewise.plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved, Target
 
 H200 = Target("cuda", (9, 0), "NVIDIA H200", index=0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
-from .. import kernel_index, meanwhile, replay
+from ..triton import kernel_index, meanwhile
 from ..triton.launch import Launch, alignment, run, strides
 from ..triton.launching import Descriptor
 from . import tma_refusal
@@ -265,7 +265,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     records = key_records if lists is None else lists.records
     all_tiles, processors = key_tiles * batch * heads_k, multiprocessors(q.device.index)
     programs = min(all_tiles, processors) if variant.turns else all_tiles
-    replay.start(
+    meanwhile.start(
         program.kernel,
         programs,
         descriptor(q),

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...plan import Operands, Outputs, Request, Rules, target_of
-from .. import kernel_index, meanwhile, replay
+from .. import replay
+from ..triton import kernel_index, meanwhile
 from ..triton.launch import as_bytes, broadcast_strides
 from ..triton.launching import Descriptor
 from . import parts, sizes_used, tma_refusal, values_a_head, values_are_copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
 
 MAX_HEAD_DIM = 256
+FIRST_IMPORT = time.time()  # of any kernel: what is read from a source that is older is what was imported
 
 
 def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from .. import kernel_index, meanwhile
+from . import kernel_index, meanwhile
 from .launching import Descriptor
 
 if TYPE_CHECKING:
@@ -51,14 +51,12 @@ def run(kernel: Any, programs: int, *given: Any, **named: Any) -> Any:
         else:
             found = kernel.warmup(*given, grid=(programs,), **named) if meanwhile.rehearsing() else kernel[(programs,)](*given, **named)
             kernel_index.keep(found, *facts)
-        if meanwhile.rehearsing():
-            meanwhile.launched(found)
-            return found
-        _compiled[key] = found
-        if kept is None:
-            replay.note(found, programs, values)
-            return found
-    replay.start(found, programs, *values)
+        if not meanwhile.rehearsing():
+            _compiled[key] = found
+            if kept is None:
+                replay.note(found, programs, values)
+                return found
+    meanwhile.start(found, programs, *values)
     return found
 
 

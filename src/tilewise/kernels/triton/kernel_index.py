@@ -2,7 +2,7 @@
 
 That key takes a new process longer than all else that it does before a launch: Triton hashes its whole compiler, a library of half a
 gigabyte among it, and walks the syntax trees of all functions that a kernel calls. The functions have to be imported for that, and each
-reads its own source again. An index beside Triton's files knows a kernel by what is quickly read: the bytes of the sources in this package,
+reads its own source again. An index beside Triton's files knows a kernel by what is quickly read: the bytes of all sources of kernels,
 the sizes and times of the compiler's files, every setting that Triton reads, and what the kernel is specialised on. It holds where the
 files are and what a launcher asks of a kernel's source; the files stay Triton's.
 
@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import meanwhile
+from . import FIRST_IMPORT, meanwhile
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parents[1]
 FOLDER = "tilewise"  # in Triton's cache
 FORMAT = 1  # of an entry
 READ = (".json", ".ptx", ".cubin")  # of a kernel's files; the stages before PTX are megabytes that no launch needs
@@ -61,8 +61,6 @@ def find(*facts: Any) -> Kept | None:
 def keep(kernel: Any, *facts: Any, numbers: Sequence[int] = ()) -> None:
     """Lets `find` know what Triton has compiled or found. The facts, by their text, and this package's sources determine the kernel."""
     with contextlib.suppress(Exception):
-        from . import FIRST_IMPORT
-
         path = _path_of(facts)
         newest = max(source.stat().st_mtime for source in SOURCES.rglob("*.py"))
         if path is not None and newest < FIRST_IMPORT:  # else what was compiled may be older than what is hashed

@@ -42,9 +42,15 @@ def wait() -> None:
         _rehearsals.pop().join()
 
 
-def launched(kernel: Any) -> None:
-    """Stands for a launch in a rehearsal: makes what launches the kernel, a library that Triton 3.6 compiles for each list of types."""
-    from triton.runtime.driver import driver
+def start(kernel: Any, programs: int, *arguments: Any) -> None:
+    """`replay.start`; in a rehearsal only what Triton does before: it makes a launcher, on 3.6 a library that it compiles for each list of
+    types."""
+    from .. import replay  # which needs torch, and compiling kernels does not
+
+    if not rehearsing():
+        replay.start(kernel, programs, *arguments)
+        return
+    from triton.runtime import driver
 
     with contextlib.suppress(Exception):
         driver.active.launcher_cls(kernel.src, kernel.metadata)
