@@ -21,6 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tilewise.kernels import kernel_cache
 from tilewise.kernels.triton import kernel_index
 
 FACTS = ("add_one", "bf16", (1, True))
@@ -262,8 +263,21 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(kernel, folder: Path, mon
         patch.setattr(os, "makedirs", refused)
         kernel_index.keep(kernel, "new")
     assert kernel_index.find("new") is None and kernel_index.find(*FACTS) is not None
+    assert len(list((folder / "tilewise").iterdir())) == 1, "half an entry is left"
     monkeypatch.setattr(knobs.cache, "dir", str(folder / "missing"))
     assert kernel_index.find(*FACTS) is None
+
+
+def test_kernels_of_a_read_only_folder_are_found(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_cache.prepare.cache_clear()
+    monkeypatch.setattr(kernel_cache, "_why_not_writable", lambda folder: "Read-only file system")
+    before = knobs.cache.dir
+    with pytest.warns(UserWarning, match="Read-only file system"):
+        kernel_cache.prepare()
+    kernel_cache.prepare.cache_clear()
+    found = kernel_index.find(*FACTS)
+    assert knobs.cache.dir != before
+    assert found is not None and found.numbers == (7, 2048)
 
 
 def test_writers_and_readers_at_once_see_whole_entries(kernel) -> None:

@@ -111,9 +111,12 @@ def _write(path: str, kernel: Any, numbers: Sequence[int]) -> None:
         "numbers": list(numbers),
     }
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.{uuid.uuid4().hex}"
-    Path(temporary).write_text(json.dumps(entry))
-    os.replace(temporary, path)  # another process, which may read or write the same entry now, sees all of this one or nothing
+    temporary = Path(f"{path}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(json.dumps(entry))
+        os.replace(temporary, path)  # another process, which may read or write the same entry now, sees all of this one or nothing
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _tuples(kind: Any) -> Any:
