@@ -79,14 +79,25 @@ class StandIn:
         if not (c.bias or c.mask):
             ds = torch.where(prob == 0, 0.0, ds)
         nothing = lse[..., None] == float("inf")
+        ours = StandIn.ours(a, c, batch, heads // group)
+        if c.bias_gradient == "added":
+            StandIn.add_to_bias(a, c, ds, ours)
+        if c.bias_gradient == "stored":
+            visited = seen.view(batch, heads, -1, c.block_m, seqlen_k) if seen.ndim == 4 else seen.view(1, 1, -1, c.block_m, seqlen_k)
+            visited = torch.nn.functional.pad(visited, (0, -seqlen_k % c.block_n)).unflatten(4, (-1, c.block_n)).any(5).any(3)
+            visited = visited.repeat_interleave(c.block_m, 2).repeat_interleave(c.block_n, 3)[:, :, :seqlen_q, :seqlen_k]
+            target = a["dbias_desc"].base
+            target.copy_(torch.where(visited, ds[:, :, :seqlen_q].to(target.dtype), target))
         if not (c.bias or c.mask or c.listed):
             q, do = (torch.where(nothing, 0.0, x) for x in (q, do))
 
         def of_key_heads(x):
             return x.view(batch, heads // group, group, seqlen_k, -1).sum(2)
 
-        a["dv_desc"].base.copy_(of_key_heads(kept.mT @ do) * a["keep_scale"])
-        a["dk_desc"].base.copy_(of_key_heads(ds.mT @ q) * a["out_scale"])
+        for name, x in (("dv", of_key_heads(kept.mT @ do) * a["keep_scale"]), ("dk", of_key_heads(ds.mT @ q) * a["out_scale"])):
+            target = a[f"{name}_desc"].base
+            target[ours] = x[ours].to(target.dtype)
+        ds = torch.where(ours.repeat_interleave(group, 1)[..., None, None], ds, 0.0)
         dq = as_accumulated(c, torch.nn.functional.pad(ds @ k, (0, c.dim - dim)))
         if c.ordered:  # without turns, rows stay as they were allocated
             taken = (dq != 0).any(1)
@@ -95,6 +106,31 @@ class StandIn:
             a["dq_desc"].base.view_as(dq).copy_(dq)
         else:
             a["dq_desc"].base.view_as(dq).add_(dq)
+
+    @staticmethod
+    def ours(a, c, batch, heads_k):
+        """(B, Hk), True for the key heads of the batch that a launch works on."""
+        ours = torch.ones(batch, heads_k, dtype=torch.bool)
+        if c.heads_first or c.bias_gradient == "added":
+            item = torch.arange(batch)[:, None] if c.heads_first else torch.arange(heads_k)
+            ours &= (item >= a["first_item"]) & (item < a["first_item"] + a["items"])
+        assert a["batch_heads"] == ours.sum() and a["all_tiles"] == a["batch_heads"] * a["key_tiles"]
+        return ours
+
+    @staticmethod
+    def add_to_bias(a, c, ds, ours):
+        """dS (B, Hq, padded, seqlen_k), as the threads hold it, to the sums of the bias's gradient."""
+        batch, heads = ds.shape[:2]
+        per_head = a["key_tiles"] * a["row_blocks"] * c.block_m * c.block_n
+        x = torch.nn.functional.pad(ds, (0, a["key_tiles"] * c.block_n - ds.shape[3]))
+        x = x.view(batch, heads, -1, c.block_m // 8, 4, 2, a["key_tiles"], c.block_n // 16, 2, 8)
+        x = x.permute(0, 1, 6, 2, 7, 3, 9, 4, 8, 5).reshape(batch, heads, per_head)
+        sums = StandIn.made[a["dbias_ptr"]].view(-1, per_head)
+        for b, h in np.ndindex(batch, heads):
+            if ours[b, h // a["group"]]:
+                place = (b * a["stride_dbias_b"] + h * a["stride_dbias_h"]) // per_head
+                fresh = a["stores"] and h % a["group"] == 0
+                sums[place] = x[b, h] if fresh else sums[place] + x[b, h]
 
     @staticmethod
     def listed(a, c, padded, seqlen_k):
@@ -175,6 +211,12 @@ TENSORS = {
     "bias": {"bias": (2, 4, 70, 130), "right": 0},
     "bias over heads, grouped, ordered": {"bias": (2, 1, 70, 130), "kv_heads": 2, "ordered": True},
     "bias over all, sink": {"bias": (1, 1, 70, 130), "sink": True, "kv_heads": 2},
+    "bias of its own": {"bias": (2, 4, 70, 136), "seqlen_k": 136, "half": True, "ordered": True},
+    "bias of its own, causal": {"bias": (2, 4, 200, 136), "seqlen_q": 200, "seqlen_k": 136, "half": True, "right": 0},
+    "bias over the batch": {"bias": (1, 4, 70, 130)},
+    "bias over the batch, keys that rows of 16 bytes hold": {"bias": (1, 4, 70, 136), "seqlen_k": 136},
+    "bias over heads": {"bias": (2, 1, 300, 130), "kv_heads": 2, "seqlen_q": 300},
+    "bias over the batch, causal": {"bias": (1, 4, 300, 300), "seqlen_q": 300, "seqlen_k": 300, "right": 0},
     "low bias": {"bias": (1, 4, 70, 130), "low": True},
     "mask": {"mask": (2, 4, 70, 130), "dim": 128},
     "bias and mask": {"bias": (1, 4, 70, 130), "mask": (2, 1, 70, 130), "right": 0},
@@ -201,7 +243,7 @@ LISTS = {
 @pytest.mark.parametrize("name", [*CASES, *TENSORS, *LISTS])
 def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     case = {"dim": 64, "dim_v": 0, "kv_heads": 4, "seqlen_q": 70, "seqlen_k": 130, "right": -1, "ordered": False, "sink": False, "dout": ""}
-    case |= {"dropout": False} | (CASES | TENSORS | LISTS)[name]
+    case |= {"dropout": False, "half": False} | (CASES | TENSORS | LISTS)[name]
     inputs = helpers.make_inputs(
         2, case["seqlen_q"], case["seqlen_k"], 4, case["kv_heads"], case["dim"], case["dim_v"] or case["dim"], dtype=torch.float16
     )
@@ -215,7 +257,7 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     hidden[:, 17] = hidden[-1] = True
     if "bias" in case:
         low = -2e4 if case.get("low") else 0.0
-        inputs["bias"] = (torch.randn(case["bias"]) + low).masked_fill_(hidden, float("-inf"))
+        inputs["bias"] = (torch.randn(case["bias"]) + low).masked_fill_(hidden, float("-inf")).to(torch.float16 if case["half"] else None)
     if "mask" in case:
         inputs["mask"] = (torch.rand(case["mask"]) < 0.7) & ~hidden
     blocks: TileLists | None = None
@@ -248,16 +290,24 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     t = Operands(*heads_first.values(), StandIn.bias, StandIn.mask, sink=sink, dropout_seed=seed, blocks=blocks)
     dropout_p = DROPPED * case["dropout"]
     r = Rules(case["dim"] ** -0.5, window_right=case["right"], dropout_p=dropout_p, deterministic=case["ordered"])
-    variant = backward_launch.variant_of(t, r)
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
-    monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
-    new_empty = torch.Tensor.new_empty
+
+    def program_for(t, r, slope_gradient, bias_gradient):
+        own = StandIn.bias is not None and StandIn.bias.shape[:2] == (2, 4)
+        expected = "" if StandIn.bias is None else "stored" if own and case["half"] else "added" if not (own or case["ordered"]) else ""
+        assert bias_gradient == expected
+        variant = backward_launch.variant_of(t, r, slope_gradient, bias_gradient)
+        return backward_launch.BackwardProgram(variant, 0, StandIn(variant))
+
+    monkeypatch.setattr(backward_launch, "program_for", program_for)
+    new_empty, StandIn.made = torch.Tensor.new_empty, {}
 
     def remember_turns(x, *size, dtype=None, **options):
         made = new_empty(x, *size, dtype=dtype, **options)
         if dtype == torch.int32:
             StandIn.turns = made
-        return made
+        StandIn.made[made.data_ptr()] = made
+        return made.fill_(float("nan")) if dtype == torch.float32 else made
 
     def remember_lists(*given):
         StandIn.lists = of_keys(*given)

@@ -68,6 +68,20 @@ def test_the_backward_pass_told_is_that_of_the_gradients_wanted() -> None:
     assert told == ["hopper", "triton"]
 
 
+def test_sums_of_a_shared_bias_are_memory_that_is_told() -> None:
+    """In whole blocks of 64 queries and 128 keys; none of a bias that nothing shares, nor where the order of additions is fixed."""
+
+    def told(bias_batch: int, needed: bool = True, deterministic: bool = False, seqlen_k: int = 300) -> explaining.Explanation:
+        q, k, v = (meta(2, rows, 4, 64).requires_grad_() for rows in (300, seqlen_k, seqlen_k))
+        bias = meta(bias_batch, 4, 300, seqlen_k).requires_grad_(needed)
+        return explain(q, k, v, bias=bias, pass_="bwd", device="NVIDIA H200", deterministic=deterministic)
+
+    alone = told(2)
+    assert told(1).extra_bytes == alone.extra_bytes + 4 * 4 * 384 * 384 and "added up" in str(told(1))
+    assert told(1, needed=False).extra_bytes == alone.extra_bytes and "portable" in str(alone) and "stored" in str(told(2, seqlen_k=304))
+    assert "portable" in str(told(1, deterministic=True))
+
+
 @pytest.mark.parametrize("aux", ["max_logits", "key_mass", "entropy"])
 def test_kernels_compute_auxiliary_outputs_and_leave_their_gradients(aux: str) -> None:
     """The gradient of what the portable kernels returned comes from the tiled path."""

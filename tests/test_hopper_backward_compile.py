@@ -20,17 +20,16 @@ from tilewise.kernels.hopper.gluon_api import machine_code
 from .test_hopper_compile import SCRATCH, exponentials_between_waits, key_loops
 
 
-def variant(dim, dim_v=None, dtype="bf16", long=False, **rules) -> BackwardVariant:
+def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
     dim_v = dim_v or dim
-    turns = not (long or any(rules.get(name) for name in ("packed", "listed", "ordered")))
-    featured = any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout"))
-    tile = TILES[tile_name(dim, dim_v, featured, turns)]
+    tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout")))]
     return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), **rules)
 
 
 LENGTHS = {"lengths_q": True, "lengths_k": True, "hidden_rows": True, "hidden_keys": True}
 EVERYTHING = {"right": True, "left": True, "softcap": True, "alibi": True, "slope_gradient": True, "ordered": True, **LENGTHS}
 WITHOUT_CLEARING = {**EVERYTHING, "hidden_rows": False, "hidden_keys": False}  # as always beside a bias or mask
+UNORDERED = {**WITHOUT_CLEARING, "ordered": False}  # as always beside the gradient of a bias
 PACKED = {"packed": True, "hidden_rows": True, "hidden_keys": True}
 SAMPLE = {
     "d128 causal": variant(128, right=True),
@@ -38,6 +37,7 @@ SAMPLE = {
     "d256 causal": variant(256, right=True),
     "d128 packed causal, ordered": variant(128, right=True, ordered=True, **PACKED),
     "d64 bias": variant(64, bias="tma"),
+    "d64 bias with its gradient": variant(64, bias="tma", bias_gradient="added", heads_first=True),
     "d128 lists": variant(128, listed=True, log2_list=1),
     "d64 dropout": variant(64, dropout=True),
 }
@@ -48,9 +48,6 @@ REST = {
     "d64 softcap": variant(64, right=True, softcap=True),
     "d64 alibi": variant(64, right=True, alibi=True, slope_gradient=True),
     "d64 everything": variant(64, **EVERYTHING),
-    "d64 full": variant(64),
-    "d64 full, long": variant(64, long=True),
-    "d64 causal, long": variant(64, long=True, right=True),
     "d64/128 causal": variant(64, 128, right=True),
     "d128 full": variant(128),
     "d128 causal fp16": variant(128, dtype="fp16", right=True),
@@ -88,6 +85,16 @@ REST = {
     "d128 float32 bias": variant(128, bias="full", bias_dtype="fp32"),
     "d128 mask of rows": variant(128, mask="rows"),
     "d128 everything and tensors": variant(128, bias="tma", mask="tma", **WITHOUT_CLEARING),
+    "d64 float32 bias with its gradient": variant(64, bias="full", bias_dtype="fp32", bias_gradient="added"),
+    "d64 everything, with the gradient of a bias": variant(64, bias="tma", mask="tma", bias_gradient="added", **UNORDERED),
+    "d64 bias with its gradient, dropout": variant(64, bias="tma", bias_gradient="added", dropout=True),
+    "d64 bias of its own with its gradient": variant(64, bias="tma", bias_gradient="stored"),
+    "d64 bias of its own with its gradient, ordered": variant(64, bias="tma", bias_gradient="stored", ordered=True, right=True),
+    "d128 bias of its own with its gradient": variant(128, bias="tma", bias_gradient="stored"),
+    "d128 bias with its gradient": variant(128, bias="tma", bias_gradient="added", heads_first=True),
+    "d128 causal mask of heads": variant(128, right=True, mask="tma", heads_first=True),
+    "d128 float32 bias with its gradient": variant(128, bias="full", bias_dtype="fp32", bias_gradient="added"),
+    "d128 everything, with the gradient of a bias": variant(128, bias="tma", mask="tma", bias_gradient="added", **UNORDERED),
     "d64 bias and dropout": variant(64, bias="tma", dropout=True),
     "d64 everything and dropout": variant(64, dropout=True, **EVERYTHING),
     "d128 causal dropout": variant(128, right=True, dropout=True),
@@ -101,12 +108,9 @@ REST = {
 OUTSIDE = 64
 SPILLS = {
     "d64 full, ordered": (112, 16),
-    "d64 full": (108, 18),
-    "d64 causal": (144, 29),
-    "d64 window": (148, 28),
-    "d64 lengths": (148, 27),
-    "d64 full, long": (92, 13),
-    "d64 causal, long": (112, 16),
+    "d64 causal": (128, 16),
+    "d64 window": (128, 16),
+    "d64 lengths": (128, 20),
     "d64 alibi": (96, 0),
     "d64 everything": (224, 28),
     "d128 softcap": (192, 59),
@@ -133,6 +137,11 @@ SPILLS = {
     "d128 float32 bias": (144, 40),
     "d128 mask of rows": (104, 20),
     "d128 everything and tensors": (808, 336),
+    "d64 everything, with the gradient of a bias": (140, 25),
+    "d128 bias with its gradient": (136, 22),
+    "d128 causal mask of heads": (56, 6),
+    "d128 float32 bias with its gradient": (248, 74),
+    "d128 everything, with the gradient of a bias": (808, 336),
     "d64 everything and dropout": (288, 48),
     "d128 causal dropout": (96, 12),
     "d128 causal dropout, ordered": (96, 12),
@@ -154,6 +163,9 @@ def check(name: str, v: BackwardVariant) -> None:
     products = 2 * v.dim // 16 + 2 * v.dim_v // 16 + v.block_m // 16 * 4  # at least: as many instructions as steps of 16
     assert sum("HGMMA" in line for line in body) >= products // 2
     assert sum("LDL" in line or "STL" in line for line in body) <= reloads, "spills inside the loop over query blocks"
+    if v.bias_gradient == "added":
+        vectors = sum("REDG.E.ADD.F32x4" in line for line in body)
+        assert vectors == v.block_m * v.block_n // (32 * WARPS * 4), "dS leaves in other than vectors of four"
     if not (v.softcap or v.share_p):
         share = v.block_m * v.block_n // (32 * WARPS)  # of P, a thread
         assert exponentials_between_waits(body) >= share // 2, "ptxas moved the exponentials out from under the dP product"

@@ -20,9 +20,17 @@ _FIELDS = "batch sequence head_k block key keys_end rows_end shift last_block bl
 _Tile = namedtuple("_Tile", _FIELDS)
 _FOUND: dict = {}
 _NAMES = ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of", "lists_of", "blocks_of_head")
+_NAMES += ("outer_visits", "inner_visits", "visited", "bias_place")
 for _name in (*_NAMES, "listed_block"):
     _body = getattr(walk if _name == "listed_block" else backward_walk, _name).fn
-    _globals = {**vars(backward_walk), "gl": _GL, "KeyTile": _Tile, "divide": lambda a, b: a // b, "uniform": lambda x: x}
+    _globals = {
+        **vars(backward_walk),
+        "gl": _GL,
+        "blocks_of_head": lambda c, tile, g: _FOUND["blocks_of_head"](c, tile, g),
+        "KeyTile": _Tile,
+        "divide": lambda a, b: a // b,
+        "uniform": lambda x: x,
+    }
     _FOUND[_name] = types.FunctionType(_body.__code__, _globals, _name)
 
 
@@ -104,6 +112,40 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
         for j in {0, length_k - 1, keys[0] - 1, keys[0], keys[1] - 1} & set(range(length_k)):
             seen = any(_visible(i, j, left, right, length_q, length_k) for i in range(length_q))
             assert seen == (keys[0] <= j < keys[1])
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_items_that_share_a_bias_follow_one_another(heads_first):
+    """Two launches, of the first item and of the rest, visit every tile once; a tile of keys goes to all items before the next one's."""
+    batch, heads_k, seqlen_k, group = 3, 4, 640, 1 if heads_first else 2
+    c = BackwardVariant(TILES["64 featured"], "bf16", 64, 64, bias="tma", bias_gradient="added", heads_first=heads_first)
+    key_tiles, row_blocks, size = -(-seqlen_k // c.block_n), 4, c.block_m * c.block_n
+    items, others = (batch, heads_k) if heads_first else (heads_k, batch)
+    per_head = key_tiles * row_blocks * size
+    strides = (0, per_head) if heads_first else (per_head, 0)
+    sums = types.SimpleNamespace(ptr=0, stride_b=strides[0], stride_h=strides[1], stride_m=row_blocks)
+    places, tiles = defaultdict(int), set()
+    for first_item, share in ((0, 1), (1, items - 1)):
+        p = types.SimpleNamespace(
+            lengths_q_ptr=None, lengths_k_ptr=None, seqlen_q=200, seqlen_k=seqlen_k, heads_k=heads_k, records_ptr=None, head_group=share,
+            batch_heads=share * others, row_blocks=row_blocks, key_tiles=key_tiles, window_left=-1, window_right=-1, items=share,
+            first_item=first_item, group=group, dbias=sums,
+        )  # fmt: skip
+        found = [_FOUND["find_keys"](c, p, number) for number in range(key_tiles * share * others)]
+        tiles |= {(t.batch, t.head_k, t.block) for t in found}
+        for start in range(0, len(found), share):  # a section is one of the others
+            same = {(t.head_k if heads_first else t.batch, t.block) for t in found[start : start + share]}
+            assert len(same) == 1
+        for t in found:
+            for g, block in itertools.product(range(group), range(t.last_block + 1)):
+                places[_FOUND["bias_place"](c, p, _as_numbers(t), _Int(t.head_k * group + g), block)] += 1
+    assert len(tiles) == batch * heads_k * key_tiles
+    assert len(places) == others * key_tiles * row_blocks and set(places.values()) == {items * group}
+    assert all(place % size == 0 and 0 <= place < others * per_head for place in places)
+
+
+def _as_numbers(tile):
+    return tile._replace(batch=_Int(tile.batch), block=_Int(tile.block))
 
 
 def _packed_cases(count):

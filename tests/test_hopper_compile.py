@@ -149,17 +149,24 @@ _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
 
 
 def key_loops(listing: str) -> list[list[str]]:
-    """The innermost loops that hold wgmma: one a consumer. Only predicated branches close one: ptxas puts waits out of line."""
+    """The innermost loops that hold wgmma: one a consumer. Predicated branches close them, for ptxas puts waits out of line, behind
+    everything else, with a plain jump back; where it closes a loop by a plain jump, too, that is the first one.
+    """
     found = [(int(address, 16), text.strip()) for address, text in _INSTRUCTION.findall(listing)]
     index = {address: i for i, (address, _) in enumerate(found)}
-    spans = []
-    for i, (address, text) in enumerate(found):
-        jump = re.match(r"@\S+ BRA.*?0x([0-9a-f]+)", text)
-        target = int(jump.group(1), 16) if jump else address + 1
-        if target <= address and target in index:
-            body = [line for _, line in found[index[target] : i + 1]]
-            if any("GMMA" in line for line in body):
-                spans.append((index[target], i, body))
+
+    def back(pattern: str) -> list[tuple[int, int, list[str]]]:
+        spans = []
+        for i, (address, text) in enumerate(found):
+            jump = re.match(pattern + r"BRA.*?0x([0-9a-f]+)", text)
+            target = int(jump.group(1), 16) if jump else address + 1
+            if target < address and target in index:
+                body = [line for _, line in found[index[target] : i + 1]]
+                if any("GMMA" in line for line in body):
+                    spans.append((index[target], i, body))
+        return spans
+
+    spans = back(r"@\S+ ") or back("")[:1]
     return [
         body
         for low, high, body in spans

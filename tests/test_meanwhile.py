@@ -132,7 +132,7 @@ def test_the_backward_pass_waits_for_its_rehearsal(calls, monkeypatch: pytest.Mo
     launch.program_for(t, r, out)
     threading.Timer(0.3, go.set).start()
     backward_launch._programs.clear()
-    backward_launch.program_for(t, r, False)
+    backward_launch.program_for(t, r, False, "")
     order = [rehearsed for what, rehearsed, x in calls if x == "attention_backward"]
     assert order == [True, False] and go.is_set()
 

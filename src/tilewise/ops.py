@@ -202,11 +202,8 @@ class GradientBuffers:
         accumulate = accumulator_dtype(args["q"].dtype)
         sources = gradient_sources(args)
         self.results = gradients_fake(args)
-        # A bias of full size has nothing to reduce.
-        keys = args["k"].shape[1 if layout == "bshd" else 2]
-        full = args["q"].shape[:3].numel() * keys if bias_written_once and args["cu_seqlens_q"] is None else -1
         self.buffers = [
-            x if name in ("q", "k", "v") or (name == "bias" and x.numel() == full) else _like(x, accumulate)
+            x if name in ("q", "k", "v") or (name == "bias" and bias_written_once) else _like(x, accumulate)
             for (name, _), x in zip(sources, self.results, strict=True)
         ]
         queue = iter(self.buffers)
@@ -260,11 +257,23 @@ def backward_request(args: dict[str, Any]) -> Request:
     )
 
 
+def writes_bias_once(t: Operands, r: Rules, chosen: plan.Plan | None) -> bool:
+    """Whether kernels write each number of a bias's gradient once: of one of full size, which has nothing to add up, or from sums that they
+    keep themselves."""
+    if t.bias is None or t.cu_seqlens_q is not None:
+        return False
+    full = t.bias.numel() == t.q.shape[:3].numel() * t.k.shape[2]
+    return full or (chosen is not None and chosen.backend == "hopper" and chosen.kernels().bias_gradient_of(t, r) == "added")
+
+
 def run_backward(args: dict[str, Any]) -> list[Tensor]:
     t, r = operands(args), rules(args, args["allow_tf32"])
-    buffers, cot, kept = GradientBuffers(args, bias_written_once=True), cotangents(args), saved(args)
+    cot, kept = cotangents(args), saved(args)
+    chosen = None
     if kept.lse.numel() and t.k.shape[2] and not has_no_sequence(t):
         chosen = plan.select(t, r, args["backend"], request=backward_request(args))
+    buffers = GradientBuffers(args, bias_written_once=writes_bias_once(t, r, chosen))
+    if chosen is not None:
         with on_device(t.q):
             chosen.kernels().backward(t, r, kept, cot, buffers.grads)
     else:  # no query or no key: nothing depends on q, k or v, and only a sink can move the LSE

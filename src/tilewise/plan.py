@@ -92,8 +92,8 @@ class Cotangents:
 
 @dataclass(slots=True)
 class Gradients:
-    """Preallocated gradients; None where not needed. Parameters' gradients are in the accumulator dtype, but that of a bias of full size
-    (B, Hq, Sq, Sk), which has nothing to add up, is in the bias's own."""
+    """Preallocated gradients; None where not needed. Parameters' gradients are in the accumulator dtype, but that of a bias is
+    in the bias's own where `ops.writes_bias_once` says so: one of full size (B, Hq, Sq, Sk) has nothing to add up."""
 
     dq: Tensor | None = None
     dk: Tensor | None = None

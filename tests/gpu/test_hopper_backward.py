@@ -54,11 +54,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("seqlen_q", [100, 300], ids=["a block a tile", "several"])
+@pytest.mark.parametrize("seqlen_q", [100, 300], ids=["a block a tile", "several, grouped"])
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("dim", [40, 64])
 def test_more_tiles_of_keys_than_multiprocessors(dim, rules, seqlen_q):
-    """Where CTAs take them in turns: 360 and 1,080 tiles; and the same bits of dK and dV on every run, whoever took which."""
+    """360 and 1,080 tiles; and the same bits of dK and dV on every run, in whatever order tiles start and add to dQ."""
     given = {name: torch.tensor(x, device="cuda").int() if "seqused" in name else x for name, x in RULES[rules].items()}
     kv_heads = 20 if seqlen_q == 300 else 60
     inputs, dout = qkv(3, seqlen_q, 700, heads=60, kv_heads=kv_heads, head_dim=dim), randn(3, seqlen_q, 60, dim)
@@ -105,6 +105,63 @@ def test_what_a_tensor_hides_may_hold_anything(kind, keys, dim):
     torch.testing.assert_close(attention(**inputs, **options), clean, rtol=0, atol=0)
     for got, expected in zip(gradients(inputs, dout, **options), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+BIASES = {
+    "over the batch": lambda: dict(bias=randn(1, 40, 300, 520)),
+    "over heads, grouped": lambda: dict(bias=randn(30, 1, 300, 520), kv_heads=2),
+    "over both": lambda: dict(bias=randn(300, 520)),
+    "read by threads": lambda: dict(bias=randn(1, 40, 300, 517)),
+    "float32": lambda: dict(bias=randn(30, 1, 300, 520, dtype=torch.float32)),
+    "causal": lambda: dict(bias=randn(1, 40, 300, 520), causal=True),
+    "window": lambda: dict(bias=randn(30, 1, 300, 520), window_size=(100, 30)),
+    "lengths, window": lambda: dict(bias=randn(1, 40, 300, 520), window_size=(100, 30), seqused_q=[300, 7, 130], seqused_k=[400, 520, 129]),
+    "mask of heads": lambda: dict(bias=randn(30, 1, 300, 520), mask=randn(1, 2, 300, 520) > -1),
+    "softcap, slopes": lambda: dict(bias=randn(1, 40, 300, 520), softcap=3.0, alibi_slopes=randn(40, dtype=torch.float32).abs() * 0.1),
+    "dropout": lambda: dict(bias=randn(1, 40, 300, 520), dropout_p=0.3, dropout_seed=7),
+    "fewer keys than queries": lambda: dict(bias=randn(1, 40, 600, 280), causal=True),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_of_shared_biases(name, dim):
+    """With more tiles of one item than multiprocessors, whose gradients are stored first, and where they are cleared."""
+    given = BIASES[name]()
+    batch, heads = (given["bias"].shape[0], 2) if given["bias"].shape[0] > 1 else (3, 40) if given["bias"].ndim == 4 else (2, 4)
+    lengths = {x: torch.tensor(given.pop(x), device="cuda").int() for x in ("seqused_q", "seqused_k") if x in given}
+    kv_heads, (seqlen_q, seqlen_k) = given.pop("kv_heads", heads), given["bias"].shape[-2:]
+    inputs = qkv(batch, seqlen_q, seqlen_k, heads=2 * heads if kv_heads != heads else heads, kv_heads=kv_heads, head_dim=dim)
+    leaves = {x: y.detach().requires_grad_() for x, y in {**inputs, "bias": given["bias"]}.items()}
+    told = explain(**{**given, **lengths, **leaves}, pass_="bwd", deterministic=False)
+    assert told.backend == "hopper" and "added up" in told.tiles
+    compare({**inputs, **given, **lengths}, "hopper", deterministic=False)
+
+
+OWN = {
+    "full": lambda: {},
+    "causal": lambda: dict(causal=True),
+    "window": lambda: dict(window_size=(100, 30)),
+    "lengths": lambda: dict(
+        causal=True, seqused_q=torch.tensor([300, 7], device="cuda").int(), seqused_k=torch.tensor([400, 129], device="cuda").int()
+    ),
+    "mask, dropout": lambda: dict(mask=randn(1, 1, 300, 520) > -1, dropout_p=0.3, dropout_seed=7),
+    "slopes, sink": lambda: dict(alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.1, learnable_sink=randn(4, dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", OWN)
+def test_gradients_of_biases_that_nothing_shares(name, dim, deterministic):
+    """The same bits on every run: no two blocks of scores meet in them."""
+    inputs, options = qkv(2, 300, 520, kv_heads=4, head_dim=dim) | {"bias": randn(2, 4, 300, 520)}, OWN[name]()
+    leaves = {x: y.detach().requires_grad_() for x, y in inputs.items()}
+    assert "stored" in explain(**leaves, **options, pass_="bwd", deterministic=deterministic).tiles
+    compare({**inputs, **options}, "hopper", deterministic=deterministic)
+    dout, options = randn(2, 300, 4, dim), options | {"backend": "hopper", "deterministic": deterministic}
+    first = gradients(inputs, dout, **options)[3]
+    assert all(torch.equal(gradients(inputs, dout, **options)[3], first) for _ in range(20))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -161,6 +161,23 @@ def _unserved_gradient(t: Operands, r: Rules, request: Request) -> str | None:
     return None
 
 
+def bias_gradient_of(t: Operands, r: Rules) -> str:
+    """How the backward kernel gives the gradient of a bias, in the bias's own dtype; "": the portable kernels give it.
+
+    "stored": one that is not shared, where TMA can write dS as the kernel rounds it for its products.
+    "added": of a bias that is full in queries and keys and shared by batch items or heads: sums in float32, added in no fixed order.
+    """
+    from .launch import form_of
+
+    if t.bias is None:
+        return ""
+    if t.bias.shape == (*t.q.shape[:3], t.k.shape[2]):
+        stored = t.bias.dtype == t.q.dtype and t.k.shape[2] % 8 == 0 and r.softcap == 0  # which is in dS, too
+        return "stored" if stored else ""
+    shared = t.bias.shape[:2] != t.q.shape[:2]
+    return "added" if shared and not r.deterministic and form_of(t.bias) in ("tma", "full") else ""
+
+
 def tma_refusal(x: Tensor) -> str | None:
     """Why TMA cannot address a (B, H, S, D) view, or None."""
     *strides, inner = x.stride()
@@ -182,6 +199,9 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
         v = variant_of(t, r, "alibi_slopes" in request.needs)
         copied = "; Q, K, V and dO are copied first, without what is not finite and nobody sees" if v.bias or v.mask else ""
+        if t.bias is not None and "bias" in request.needs:
+            where = {"added": "added up in float32 beside them", "stored": "stored beside them", "": "computed by the portable kernels"}
+            copied += f"; the gradient of the bias is {where[bias_gradient_of(t, r)]}"
         return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
     from .configs import ROWS
     from .launch import tile_of
@@ -203,7 +223,7 @@ def workspace_bytes(t: Operands, r: Rules, request: Request, target: Target) -> 
     if request.backward:
         from .backward_launch import workspace_bytes
 
-        return workspace_bytes(t, r)
+        return workspace_bytes(t, r, "bias" in request.needs)
     from .parts import cut_of, floats, multiprocessors_of
 
     chosen = cut_of(t, r, multiprocessors_of(target))

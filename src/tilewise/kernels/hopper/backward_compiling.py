@@ -41,6 +41,10 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "lse_rest_desc": row if variant.bias else "constexpr",
         "bias_desc": bias if variant.bias == "tma" else "constexpr",
         "bias_ptr": f"*{variant.bias_dtype}",
+        "dbias_desc": matrix_type(variant.dtype, variant.block_m, variant.block_n) if variant.bias_gradient == "stored" else "constexpr",
+        "dbias_ptr": "*fp32",
+        "stride_dbias_b": "i64",
+        "stride_dbias_h": "i64",
         "mask_desc": mask if variant.mask == "tma" else "constexpr",
         "mask_ptr": "*u8",
         **{f"stride_{name}_{dim}": "i64" for name in ("bias", "mask") for dim in "bhm"},
@@ -57,7 +61,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
 def compile_backward(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
     types = signature(variant, slopes)
-    absent = {name: None for name in ("lse_rest_desc", "bias_desc", "mask_desc") if types[name] == "constexpr"}
+    absent = {name: None for name in ("lse_rest_desc", "bias_desc", "dbias_desc", "mask_desc") if types[name] == "constexpr"}
     address = variant.barrier_offset
     for _ in range(2):
         kernel = compile_kernel(

@@ -20,7 +20,6 @@ class BackwardTile:
     do_stages: int
     key_groups: int = 2  # 2: each warp group has half of the keys, P and dS stay in registers; 1: half of the columns, they are shared
     dq_rows: int = 1  # warp groups along the rows of dQ; the other ones split its columns
-    key_stages: int = 1  # of K and V. 2: a CTA goes on to further tiles of keys, whose K and V come while it works on the one before
     early_dv: bool = False  # dV is issued before dS is computed: hides more, keeps P twice; needs P in registers
     worker_registers: int = 24  # a thread of the warps that load and of those that add dQ
     launch_registers: int = 168
@@ -40,12 +39,15 @@ class BackwardVariant:
     lengths_k: bool = False
     hidden_keys: bool = False  # some key of a visited tile may be seen by no query: its K and V are cleared
     hidden_rows: bool = False  # some query of a visited tile may see no key or lie beyond its length: its Q and dO are cleared
+    grouped: bool = False  # query heads share a key head
     softcap: bool = False
     alibi: bool = False
     slope_gradient: bool = False
     bias: str = ""  # the form of a bias, see `matrices`
     bias_dtype: str = "bf16"
+    bias_gradient: str = ""  # "added": dS of each block is added up in memory; "stored": it is the gradient of a bias that nothing shares
     mask: str = ""
+    heads_first: bool = False  # tiles of one head's batch items follow one another: they share what a bias or mask says
     dropout: bool = False
     ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
@@ -66,6 +68,19 @@ class BackwardVariant:
         return not (self.right or self.left or self.softcap or self.alibi or self.bias or self.mask or self.dropout)
 
     @property
+    def heads_inside(self) -> bool:
+        """Whether a block of queries is visited for all heads that share the keys before the block in front of it: CTAs of one key head,
+        which all start at the last block, then read the same blocks at about the same time, however many of them each sees. Not where a
+        head brings terms of its own.
+        """
+        return self.grouped and not (self.listed or self.alibi or self.dropout)
+
+    @property
+    def early_dbias(self) -> bool:
+        """Whether dS is added to the gradient of a bias before it is rounded, not behind dQ: there is no room to keep it until then."""
+        return max(self.dim, self.dim_v) > 64
+
+    @property
     def lanes(self) -> bool:
         """Whether dQ lies in memory as threads hold it (`backward_pass.by_lanes`), not as rows and columns. With the other features
         ptxas then gives up uniform registers, which costs more than the banks do.
@@ -79,15 +94,6 @@ class BackwardVariant:
     @property
     def do_stages(self) -> int:
         return self.tile.do_stages
-
-    @property
-    def turns(self) -> bool:
-        """Whether a CTA takes several tiles of keys, one after the other."""
-        return self.tile.key_stages > 1
-
-    @property
-    def key_stages(self) -> int:
-        return self.tile.key_stages
 
     @property
     def ranked(self) -> bool:
@@ -122,20 +128,8 @@ class BackwardVariant:
 
     # Numbers of the shared-memory barriers, one after the other; of lists, numbers of rows follow.
     @property
-    def k_full(self) -> int:
-        return 0
-
-    @property
-    def v_full(self) -> int:
-        return self.key_stages
-
-    @property
-    def keys_empty(self) -> int:
-        return 2 * self.key_stages
-
-    @property
     def q_full(self) -> int:
-        return self.keys_empty + (self.key_stages if self.turns else 0)
+        return 0
 
     @property
     def q_empty(self) -> int:
@@ -218,7 +212,7 @@ class BackwardVariant:
         q = self.stages * self.q_stage_bytes
         do = self.do_stages * (self.do_bytes + self.row_bytes)
         scores = self.block_n * self.block_m * 2 * (2 if self.share_p else 1)
-        return q + do + self.key_stages * (self.k_bytes + self.v_bytes) + scores + self.block_m * self.dq_columns * 4
+        return q + do + self.k_bytes + self.v_bytes + scores + self.block_m * self.dq_columns * 4
 
     @property
     def barrier_offset(self) -> int:
@@ -231,7 +225,6 @@ _WIDE = BackwardTile(block_m=64, block_n=128, stages=2, do_stages=2, early_dv=Tr
 
 TILES = {
     "64": BackwardTile(block_m=128, block_n=128, stages=2, do_stages=2, dq_rows=2),
-    "64 in turns": BackwardTile(block_m=128, block_n=128, stages=2, do_stages=2, dq_rows=2, key_stages=2),
     "64 featured": _WIDE,
     "128": _WIDE,
     "256": BackwardTile(block_m=64, block_n=64, stages=2, do_stages=1, key_groups=1),
@@ -243,11 +236,9 @@ def columns(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def tile_name(head_dim: int, head_dim_v: int, featured: bool, turns: bool) -> str:
-    """The tile that serves a call. `featured`: softcap, ALiBi, a bias, a mask or dropout, whose terms need the registers of half a tile.
-    `turns`: a CTA may take several tiles of keys.
-    """
+def tile_name(head_dim: int, head_dim_v: int, featured: bool) -> str:
+    """The tile that serves a call. `featured`: softcap, ALiBi, a bias, a mask or dropout, whose terms need the registers of half a tile."""
     widest = max(head_dim, head_dim_v)
     if widest > 64:
         return "128" if widest <= 128 else "256"
-    return "64 featured" if featured else "64 in turns" if turns else "64"
+    return "64 featured" if featured else "64"

@@ -2,9 +2,10 @@
 
 Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. Before, packed sequences are scheduled and what their tiles add to is
 cleared (`clear_ends`), and tiles with lists are put into an order (`list_records`). With a bias the portable `row_terms` takes the place of
-the first, and portable kernels compute its gradient.
+the first. `bias_gradient_of` says whether `attention_backward` stores the gradient of a bias, or leaves it as sums (`backward_bias`); else
+portable kernels compute it.
 The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
-bias or mask the copies that `hidden` makes.
+bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ...plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
 from ..triton import kernel_index, meanwhile
 from ..triton.launch import Launch, alignment, run, strides
 from ..triton.launching import Descriptor
-from . import tma_refusal
+from . import bias_gradient_of, sizes_used, tma_refusal
+from .backward_bias import BiasSums, sums_of
 from .backward_configs import TILES, BackwardVariant, columns, tile_name
 from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .hidden import finite_copy
@@ -35,8 +37,7 @@ from .launch import (
     multiprocessors,
 )
 
-ORDERED_AT_ONCE = 4  # tiles of one key head
-SHORT = 4096  # keys of a call whose tiles CTAs may take in turns
+APART = 4  # tiles of one key head that start together where more would be in each other's way
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
 
@@ -62,15 +63,30 @@ def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     return kernel, address
 
 
-def in_turns(t: Operands, r: Rules) -> bool:
-    """Whether CTAs may take several tiles of keys. Where these are long, each goes to the CTA that is free; where dQ is added in order, a
-    CTA that has not started would hold up those that run.
+def in_order(t: Operands, r: Rules) -> bool:
+    """Whether dQ is added in a fixed order: where that is asked for, and where it is faster (docs/hopper-backward.md). The first addition
+    stores then, so that nothing is cleared before, and tiles of short or grouped calls wait little for one another.
     """
-    narrow = max(t.q.shape[3], t.v.shape[3]) <= 64  # whose K and V fit twice
-    return narrow and t.k.shape[2] <= SHORT and t.cu_seqlens_q is None and t.blocks is None and not r.deterministic
+    dim, seqlen_k = max(t.q.shape[3], t.v.shape[3]), t.k.shape[2]
+    described = t.cu_seqlens_q is not None or t.blocks is not None or t.bias is not None or t.mask is not None
+    if r.deterministic or described or dim > 128:
+        return r.deterministic
+    causal = r.window_right >= 0
+    if t.q.shape[1] > t.k.shape[1]:
+        return causal and dim > 64 and seqlen_k <= 4096
+    return seqlen_k <= 1024 and not (causal and dim > 64)
 
 
-def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardVariant:
+def items_follow(t: Operands) -> bool:
+    """Whether the batch items of a head share a bias, or else a mask, that is another one for other heads."""
+    shared = t.mask if t.bias is None else t.bias
+    if shared is None:
+        return False
+    batch, heads, *_ = sizes_used(shared.shape, shared.stride())
+    return batch == 1 and heads > 1
+
+
+def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradient: str = "") -> BackwardVariant:
     """The kernel that serves a call; `why_not` has said that one does."""
     seqlen_q, seqlen_k = t.q.shape[2], t.k.shape[2]
     lengths = t.seqused_q is not None or t.seqused_k is not None
@@ -79,8 +95,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
     before_keys = r.window_right >= 0 and (lengths or seqlen_q - seqlen_k > r.window_right)
     copied = t.bias is not None or t.mask is not None  # what nobody sees has then been cleared for the whole call
     all_seen = copied or t.blocks is not None  # in listed blocks there is nothing that nobody sees
-    featured = r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied
-    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], featured, in_turns(t, r))]
+    tile = TILES[tile_name(t.q.shape[3], t.v.shape[3], r.softcap > 0 or t.alibi_slopes is not None or r.dropout_p > 0 or copied)]
     return BackwardVariant(
         tile=tile,
         dtype=element_type(t.q.dtype),
@@ -95,13 +110,16 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
-        ordered=r.deterministic,
+        grouped=t.q.shape[1] > t.k.shape[1],
+        ordered=in_order(t, r),
         packed=packed_rows,
         listed=t.blocks is not None,
         log2_list=0 if t.blocks is None else (t.blocks.block_m // tile.block_m).bit_length() - 1,
         bias=form_of(t.bias),
         bias_dtype="bf16" if t.bias is None else element_type(t.bias.dtype),
+        bias_gradient=bias_gradient,
         mask=form_of(t.mask),
+        heads_first=items_follow(t),
         dropout=r.dropout_p > 0,
     )
 
@@ -109,7 +127,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False) -> BackwardV
 _programs: dict[tuple, BackwardProgram] = {}
 
 
-def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
+def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: str) -> BackwardProgram:
     """The compiled kernel of a call, kept by everything that it is specialised on."""
     q, slopes = t.q, t.alibi_slopes
     surplus = t.k.shape[2] - q.shape[2]
@@ -129,17 +147,19 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool) -> BackwardProgram:
         r.dropout_p > 0,
         None if slopes is None else slopes.dtype,
         slope_gradient,
-        r.deterministic,
-        in_turns(t, r),
+        t.q.shape[1] > t.k.shape[1],
+        in_order(t, r),
         form_of(t.bias),
         None if t.bias is None else t.bias.dtype,
+        bias_gradient,
         form_of(t.mask),
+        items_follow(t),
         q.device.index,
     )
     found = _programs.get(key)
     if found is None:
         meanwhile.wait()
-        variant = variant_of(t, r, slope_gradient)
+        variant = variant_of(t, r, slope_gradient, bias_gradient)
         kernel, address = build(variant, "fp32" if slopes is None else element_type(slopes.dtype))
         found = _programs[key] = BackwardProgram(variant, address, kernel)
     return found
@@ -154,25 +174,27 @@ def row_blocks_of(t: Operands, block_m: int) -> int:
     return -(-seqlen_q // padding) * (padding // block_m)
 
 
-def workspace_bytes(t: Operands, r: Rules) -> int:
+def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
     """Device memory that a backward pass takes beside its gradients."""
-    variant = variant_of(t, r)
-    rows = t.q.shape[0] * t.q.shape[1] * row_blocks_of(t, variant.block_m) * variant.block_m
+    variant = variant_of(t, r, bias_gradient=bias_gradient_of(t, r) if bias_gradient else "")
+    row_blocks = row_blocks_of(t, variant.block_m)
+    rows = t.q.shape[0] * t.q.shape[1] * row_blocks * variant.block_m
     copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
     copied = copies + 4 * rows * bool(variant.bias) if variant.bias or variant.mask else 0
-    return rows * (4 * variant.dim + 8) + (4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0) + copied
+    turns = 4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0
+    return rows * (4 * variant.dim + 8) + turns + copied + 4 * sums_of(t, variant, row_blocks)
 
 
-def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, ordered: bool) -> int:
+def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, apart: bool) -> int:
     """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache, and at least so many that
-    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. Where dQ is added in order,
-    tiles of one head that start together wait for one another: then no more than a few do.
+    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. `apart`: so many that few tiles
+    of one head start together, which would wait for one another (dQ added in order), or leave few long tiles to the end (grouped heads).
 
     >>> head_group(16, 2**24, 128, 132, False), head_group(8, 2**26, 64, 132, False), head_group(16, 2**24, 128, 132, True)
     (2, 3, 16)
     """
-    at_once = min(key_tiles, ORDERED_AT_ONCE) if ordered else key_tiles
-    return max(1, min(heads, max(L2_BYTES // bytes_per_head, -(-multiprocessors // at_once))))
+    together = min(key_tiles, APART) if apart else key_tiles
+    return max(1, min(heads, max(L2_BYTES // bytes_per_head, -(-multiprocessors // together))))
 
 
 def sum_of_keys(partial: Tensor, sequences: Tensor) -> Tensor:
@@ -197,7 +219,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     slopes, sink, lengths_q, lengths_k = (None if x is None else x.contiguous() for x in (t.alibi_slopes, t.sink, t.seqused_q, t.seqused_k))
     batch, heads, seqlen_q, dim = q.shape
     heads_k, seqlen_k, dim_v = v.shape[1:]
-    program = program_for(t, r, grads.dalibi_slopes is not None)
+    program = program_for(t, r, grads.dalibi_slopes is not None, "" if grads.dbias is None else bias_gradient_of(t, r))
     variant = program.variant
     row_blocks = row_blocks_of(t, variant.block_m)
     rows = batch * heads * row_blocks * variant.block_m
@@ -263,52 +285,61 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     pointer = delta.data_ptr()
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
-    all_tiles, processors = key_tiles * batch * heads_k, multiprocessors(q.device.index)
-    programs = min(all_tiles, processors) if variant.turns else all_tiles
-    meanwhile.start(
-        program.kernel,
-        programs,
-        descriptor(q),
-        descriptor(k),
-        descriptor(v),
-        descriptor(dout_16),
-        Descriptor(row_lse, [rows], [1]),
-        Descriptor(delta, [rows], [1]),
-        Descriptor(acc, [acc.numel() // width, width], [width, 1]),
-        descriptor(dk),
-        descriptor(dv),
-        pointer if lengths_q is None else lengths_q.data_ptr(),
-        pointer if lengths_k is None else lengths_k.data_ptr(),
-        pointer if slopes is None else slopes.data_ptr(),
-        pointer if dslopes is None else dslopes.data_ptr(),
-        pointer if turns is None else turns.data_ptr(),
-        pointer if records is None else records.data_ptr(),
-        r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale if variant.bias else 1.0,
-        LOG2_E if variant.softcap or variant.bias else r.softmax_scale * LOG2_E,
-        r.softcap,
-        r.softmax_scale,
-        seqlen_q,
-        seqlen_k,
-        heads_k,
-        heads // heads_k,
-        head_group(batch * heads_k, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, r.deterministic),
-        batch * heads_k,
-        row_blocks,
-        key_tiles,
-        all_tiles,
-        programs,
-        min(r.window_left, furthest),
-        min(r.window_right, furthest),
-        0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
-        None if rest is None else Descriptor(rest, [rows], [1]),
-        *matrix_arguments(t.bias, variant.bias, pointer),
-        *matrix_arguments(t.mask, variant.mask, pointer),
-        pointer if lists is None else lists.partial.data_ptr(),
-        pointer if lists is None else lists.full.data_ptr(),
-        *dropout_arguments(t, r, pointer),
-        variant,
-        program.address,
-    )
+    processors, apart = multiprocessors(q.device.index), variant.ordered or variant.grouped
+    # Batch items of a head follow one another, or key heads of a batch item: the first items of all, then the rest.
+    items, others = (batch, heads_k) if variant.heads_first else (heads_k, batch)
+    sums = BiasSums.of(t, variant, row_blocks, processors) if variant.bias_gradient == "added" else None
+    dbias = grads.dbias if variant.bias_gradient == "stored" else None
+    if dbias is not None and (r.window_left >= 0 or r.window_right >= 0 or lengths_q is not None or lengths_k is not None):
+        dbias.zero_()  # blocks that nothing sees are not visited
+    for first_item, share, stores in ((0, items, False),) if sums is None else sums.shares:
+        meanwhile.start(
+            program.kernel,
+            key_tiles * share * others,
+            descriptor(q),
+            descriptor(k),
+            descriptor(v),
+            descriptor(dout_16),
+            Descriptor(row_lse, [rows], [1]),
+            Descriptor(delta, [rows], [1]),
+            Descriptor(acc, [acc.numel() // width, width], [width, 1]),
+            descriptor(dk),
+            descriptor(dv),
+            pointer if lengths_q is None else lengths_q.data_ptr(),
+            pointer if lengths_k is None else lengths_k.data_ptr(),
+            pointer if slopes is None else slopes.data_ptr(),
+            pointer if dslopes is None else dslopes.data_ptr(),
+            pointer if turns is None else turns.data_ptr(),
+            pointer if records is None else records.data_ptr(),
+            r.softmax_scale * 2 * LOG2_E / r.softcap if variant.softcap else r.softmax_scale if variant.bias else 1.0,
+            LOG2_E if variant.softcap or variant.bias else r.softmax_scale * LOG2_E,
+            r.softcap,
+            r.softmax_scale,
+            seqlen_q,
+            seqlen_k,
+            heads_k,
+            heads // heads_k,
+            head_group(share * others, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, apart),
+            share * others,
+            row_blocks,
+            key_tiles,
+            min(r.window_left, furthest),
+            min(r.window_right, furthest),
+            0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+            None if rest is None else Descriptor(rest, [rows], [1]),
+            *matrix_arguments(t.bias, variant.bias, pointer),
+            None if dbias is None else descriptor(dbias),
+            *((pointer, 0, 0) if sums is None else (sums.sums.data_ptr(), sums.stride_b, sums.stride_h)),
+            share,
+            first_item,
+            int(stores),
+            *matrix_arguments(t.mask, variant.mask, pointer),
+            pointer if lists is None else lists.partial.data_ptr(),
+            pointer if lists is None else lists.full.data_ptr(),
+            *dropout_arguments(t, r, pointer),
+            variant,
+            program.address,
+        )
     if grads.dk is not None and dk is not grads.dk:
         grads.dk.copy_(dk)
     if grads.dv is not None and dv is not grads.dv:
@@ -324,7 +355,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             ALIGN=align, DIM=dim, ACC=variant.dim, PARTS=variant.dq_parts, BLOCK_M=variant.block_m,
             SPLIT=2 // variant.tile.dq_rows, LANES=variant.lanes, num_warps=4,
         )  # fmt: skip
-    if grads.dbias is not None:
+    if grads.dbias is not None and sums is not None:
+        sums.finish(grads.dbias, t, r, variant, row_blocks)
+    elif grads.dbias is not None and dbias is None:
         from ..triton.backward_pass import backward as portable_backward
 
         # The portable kernels recompute its tiles from the same LSE.

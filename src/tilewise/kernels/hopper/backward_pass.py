@@ -10,9 +10,7 @@ Barriers (shared memory), with the one who arrives and the one who waits:
 
 | barrier | arrives | waits |
 |---|---|---|
-| k_full, v_full | TMA | both computing warp groups, once a tile of keys |
-| keys_empty | the computing warp groups: dK and dV have left through K and V (only where a CTA takes several tiles) | loading warp |
-| q_full, do_full | TMA: Q with its LSE and what meets it of a bias or mask, dO with its delta | both computing warp groups |
+| q_full, do_full | TMA: Q, its LSE, what meets it of a bias or mask; dO, its delta; K and V with the first | both computing warp groups |
 | q_empty, do_empty | each warp group, behind the wgmma wait that ends the reading | loading warp |
 | dq_full | each computing warp: its share of a part of dQ is written | the adding warp whose turn it is |
 | dq_empty | that adding warp: TMA has read it | both computing warp groups |
@@ -22,19 +20,23 @@ from .backward_configs import WARPS
 from .backward_transfers import Buffers, Descriptors, add_queries, load_tiles, row_slot
 from .backward_walk import (
     BackwardProblem,
-    blocks_of_head,
+    bias_place,
     distances,
     find_keys,
     hide,
+    inner_visits,
     is_cut,
     key_coordinates,
+    outer_visits,
     plain_blocks,
     row_of,
     seen_keys,
     seen_rows,
     slope_place,
+    visited,
 )
 from .barriers import (
+    add_in_memory,
     arrive,
     arrive_each_warp,
     first_rows,
@@ -83,11 +85,11 @@ def clear_outside(tile, first, end):
 
 
 @jit
-def clear_hidden_keys(C: gl.constexpr, p, k, v, tile):
+def clear_hidden_keys(C: gl.constexpr, p, mem, tile):
     first, end = seen_keys(C, p, tile)
     if (tile.key < first) | (tile.key + C.block_n > end):
-        clear_outside(k, first - tile.key, end - tile.key)
-        clear_outside(v, first - tile.key, end - tile.key)
+        clear_outside(mem.k.reshape([C.block_n, C.dim]), first - tile.key, end - tile.key)
+        clear_outside(mem.v.reshape([C.block_n, C.dim_v]), first - tile.key, end - tile.key)
         fence_async_shared()
         block_barrier()
 
@@ -162,8 +164,15 @@ def matrices(C: gl.constexpr, p, mem, tile, head, block, stage, layout: gl.const
 
 
 @jit
+def add_to_bias(C: gl.constexpr, p, tile, head, block, ds):
+    """Add the gradients of a block of scores, float32 [block_n, block_m], to those of the bias; see `backward_bias`."""
+    store = gl.where(head == tile.head_k * p.group, p.stores, 0)
+    add_in_memory(ds, bias_place(C, p, tile, head, block), store)
+
+
+@jit
 def add_block(
-    C: gl.constexpr, p, mem, base, thread, turn, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
+    C: gl.constexpr, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
 ):
     """What one query block adds to dK, dV and dslope, and its dQ. `count` numbers the query blocks of this CTA; `rest` is the second part
     of dQ of the block before, where it leaves in two: it waits for the first to be gone under this block's first products.
@@ -186,9 +195,8 @@ def add_block(
     do_phase = phase_of(count, C.do_stages)
     q = mem.q.index(stage).reshape([BLOCK_M, DIM])
     do = mem.do.index(do_stage).reshape([BLOCK_M, DIM_V])
-    slot = turn & (C.key_stages - 1)
-    k = mem.k.index(slot).reshape([BLOCK_N, DIM])
-    v = mem.v.index(slot).reshape([BLOCK_N, DIM_V])
+    k = mem.k.reshape([BLOCK_N, DIM])
+    v = mem.v.reshape([BLOCK_N, DIM_V])
 
     wait(base + 8 * (C.q_full + stage), phase)
     if C.listed:
@@ -209,7 +217,7 @@ def add_block(
     bits = 0
     if C.dropout:
         bits = keep_bits_of_keys(C, p, drawing, block, thread_in_warpgroups(block))
-        wait(base + 8 * (C.k_full + slot), phase_of(turn, C.key_stages))
+        wait(base + 8 * (C.q_full + stage), phase)
     s = warpgroup_mma_wait(1, deps=[s_future])  # [block_n, block_m]
     if C.softcap:
         # tanh x = 1 - 2 / (1 + e^2x), with 2 log2(e) / softcap inside p.scale; its derivative is 4 r (1 - r) of the same quotient
@@ -235,7 +243,7 @@ def add_block(
     if is_cut(block, plain_first, plain_end):
         prob = hide(C, p, tile, block, prob)
     # Long complete: it is here for its basic-block edge, without which ptxas puts the wait for dP above the exponentials.
-    wait(base + 8 * (C.k_full + slot), phase_of(turn, C.key_stages))
+    wait(base + 8 * (C.q_full + stage), phase)
     if not C.early_delta:
         delta = mem.delta.index(do_stage).load(row_layout)
     prob_kept = prob
@@ -250,11 +258,18 @@ def add_block(
     if C.dropout:
         dp = kept(dp, bits, 8) * p.keep_scale
     ds = prob * (dp - delta[None, :])
+    dbias = ds
+    if C.bias_gradient == "added" and C.early_dbias:
+        add_to_bias(C, p, tile, head, block, dbias)
+        # Another edge: without it ptxas keeps the numbers until the warp groups have met.
+        wait(base + 8 * (C.q_full + stage), phase)
     if C.slope_gradient:
         dslope -= partial_sums(C, ds * distances(C, tile, block, s_layout))
     if C.softcap:
         ds = ds * (4.0 * r - 4.0 * r * r)
     ds = ds.to(dtype)
+    if C.bias_gradient == "stored":
+        wait(base + 8 * C.dq_empty, (count & 1) ^ 1)  # dS of the block before has left with its dQ
     mem.ds.store(ds)
     zero_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout)
     if C.share_p:
@@ -281,6 +296,8 @@ def add_block(
         dq = warpgroup_mma_wait(1, deps=[dq_future])
     if C.dq_parts == 1:
         hand_over(C, mem, base, count, dq)
+        if C.bias_gradient == "added" and not C.early_dbias:
+            add_to_bias(C, p, tile, head, block, dbias)
     else:
         first, rest = halves(C, dq)
         hand_over(C, mem, base, 0, first)
@@ -294,16 +311,15 @@ def add_block(
 
 
 @jit
-def compute_tile(C: gl.constexpr, p, desc, mem, base, thread, number, turn, count):
-    """The number-th tile of keys, the turn-th of this CTA, behind `count` blocks of queries. Returns their new number."""
+def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
+    """Both warp groups: each has its half of the keys, or of the columns, of S, dP, dK and dV, and its part of every block of dQ."""
     BLOCK_M: gl.constexpr = C.block_m
     BLOCK_N: gl.constexpr = C.block_n
     DIM: gl.constexpr = C.dim
     DIM_V: gl.constexpr = C.dim_v
-    tile = find_keys(C, p, number)
-    slot = turn & (C.key_stages - 1)
-    k = mem.k.index(slot)
-    v = mem.v.index(slot)
+    base = shared_address(A, p.seqlen_q)
+    thread = thread_in_warpgroup(p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
     plain_first, plain_end = plain_blocks(C, p, tile)
     GROUPS: gl.constexpr = C.tile.key_groups
     WARPS_PER_CTA: gl.constexpr = [4 * GROUPS, 2 // GROUPS]
@@ -311,19 +327,19 @@ def compute_tile(C: gl.constexpr, p, desc, mem, base, thread, number, turn, coun
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, DIM_V * GROUPS // 2, 16])
     dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=dk_layout)
     dv = gl.zeros([BLOCK_N, DIM_V], gl.float32, layout=dv_layout)
-    if (not C.ranked) or tile.blocks > 0:
-        wait(base + 8 * (C.k_full + slot), phase_of(turn, C.key_stages))
-        wait(base + 8 * (C.v_full + slot), phase_of(turn, C.key_stages))
-        if C.hidden_keys:
-            clear_hidden_keys(C, p, k.reshape([BLOCK_N, DIM]), v.reshape([BLOCK_N, DIM_V]), tile)
+    if C.hidden_keys and tile.blocks > 0:
+        wait(base + 8 * C.q_full, 0)
+        wait(base + 8 * C.do_full, 0)
+        clear_hidden_keys(C, p, mem, tile)
     rest = 0
     if C.dq_parts == 2:
         dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
         _, rest = halves(C, gl.zeros([BLOCK_M, DIM], gl.float32, layout=dq_layout))
-    for g in range(p.group):
+    count = 0
+    for outer in range(outer_visits(C, p, tile)):
         slope = 0.0  # in base 2 where the LSE is
         dslope = 0
-        head = tile.head_k * p.group + g
+        head = tile.head_k * p.group + outer  # of all visits of this loop, unless heads are inside
         if C.slope_gradient:
             s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS_PER_CTA, [16, BLOCK_M * GROUPS // 2, 16])
             dslope = partial_sums(C, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout))
@@ -332,10 +348,10 @@ def compute_tile(C: gl.constexpr, p, desc, mem, base, thread, number, turn, coun
         drawing = 0
         if C.dropout:
             drawing = drawing_of_keys(p, tile, head)
-        for j in range(blocks_of_head(C, tile, g)):
-            block = tile.last_block - j
+        for inner in range(inner_visits(C, p, tile, outer)):
+            head, block = visited(C, p, tile, outer, inner)
             dk, dv, rest, dslope = add_block(
-                C, p, mem, base, thread, turn, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
+                C, p, mem, base, thread, tile, head, block, slope, plain_first, plain_end, drawing, count, dk, dv, rest, dslope
             )
             count += 1
         if C.slope_gradient:
@@ -354,35 +370,17 @@ def compute_tile(C: gl.constexpr, p, desc, mem, base, thread, number, turn, coun
         # The rows of the next sequence: a NaN in this one's queries may have reached them.
         dk = first_rows(dk, tile.rows_k - tile.key, 4 * GROUPS)
         dv = first_rows(dv, tile.rows_k - tile.key, 4 * GROUPS)
-    v.reshape([BLOCK_N, DIM_V]).store(dv.to(v.dtype))
-    k.reshape([BLOCK_N, DIM]).store(dk.to(k.dtype))
+    mem.v.reshape([BLOCK_N, DIM_V]).store(dv.to(mem.v.dtype))
+    mem.k.reshape([BLOCK_N, DIM]).store(dk.to(mem.k.dtype))
     fence_async_shared()
     if (not C.packed) or tile.key + BLOCK_N <= tile.rows_k:
-        tma_store(desc.dv, key_coordinates(C, tile), v)
-        tma_store(desc.dk, key_coordinates(C, tile), k)
+        tma_store(desc.dv, key_coordinates(C, tile), mem.v)
+        tma_store(desc.dk, key_coordinates(C, tile), mem.k)
     else:
         # The box also covers keys of the next sequence, which other CTAs write: to these 0 is added, in memory and so at any time.
-        tma_reduce_add(desc.dv, key_coordinates(C, tile), v)
-        tma_reduce_add(desc.dk, key_coordinates(C, tile), k)
+        tma_reduce_add(desc.dv, key_coordinates(C, tile), mem.v)
+        tma_reduce_add(desc.dk, key_coordinates(C, tile), mem.k)
     tma_store_wait(0)
-    if C.turns:
-        arrive(base + 8 * (C.keys_empty + slot), thread_in_warpgroups(p.seqlen_q))
-    return count
-
-
-@jit
-def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
-    """Both warp groups: each has its half of the keys, or of the columns, of S, dP, dK and dV, and its part of every block of dQ."""
-    base = shared_address(A, p.seqlen_q)
-    thread = thread_in_warpgroup(p.seqlen_q)
-    count = 0
-    if C.turns:
-        turn, number = 0, gl.program_id(0)
-        while number < p.all_tiles:
-            count = compute_tile(C, p, desc, mem, base, thread, number, turn, count)
-            turn, number = turn + 1, number + p.programs
-    else:
-        compute_tile(C, p, desc, mem, base, thread, gl.program_id(0), 0, count)
 
 
 # ------------------------------------------------------------------------------------------------------------------- kernel
@@ -402,14 +400,17 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "batch_heads",
         "row_blocks",
         "key_tiles",
-        "all_tiles",
-        "programs",
         "window_left",
         "window_right",
         "stride_slopes",
         "stride_bias_b",
         "stride_bias_h",
         "stride_bias_m",
+        "stride_dbias_b",
+        "stride_dbias_h",
+        "items",
+        "first_item",
+        "stores",
         "stride_mask_b",
         "stride_mask_h",
         "stride_mask_m",
@@ -426,6 +427,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "partial_ptr",
         "full_ptr",
         "bias_ptr",
+        "dbias_ptr",
         "mask_ptr",
         "seed_ptr",
     ],
@@ -458,8 +460,6 @@ def attention_backward(
     batch_heads,
     row_blocks,
     key_tiles,
-    all_tiles,
-    programs,
     window_left,
     window_right,
     stride_slopes,
@@ -469,6 +469,13 @@ def attention_backward(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dbias_desc,
+    dbias_ptr,
+    stride_dbias_b,
+    stride_dbias_h,
+    items,
+    first_item,
+    stores,
     mask_desc,
     mask_ptr,
     stride_mask_b,
@@ -483,7 +490,6 @@ def attention_backward(
     A: gl.constexpr,
 ):
     """Grid: key tiles, for each key head of the batch. C is the `BackwardVariant`, A where the barriers lie in shared memory."""
-    KEY_STAGES: gl.constexpr = C.key_stages
     STAGES: gl.constexpr = C.stages
     DO_STAGES: gl.constexpr = C.do_stages
     BLOCK_M: gl.constexpr = C.block_m
@@ -492,8 +498,8 @@ def attention_backward(
     DIM_V: gl.constexpr = C.dim_v
     BARRIERS: gl.constexpr = C.barrier_words
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
-    k = gl.allocate_shared_memory(k_desc.dtype, [C.key_stages, 1, 1, BLOCK_N, DIM], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [C.key_stages, 1, 1, BLOCK_N, DIM_V], v_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, DIM], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_N, DIM_V], v_desc.layout)
     q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q_desc.layout)
     do = gl.allocate_shared_memory(do_desc.dtype, [DO_STAGES, 1, 1, BLOCK_M, DIM_V], do_desc.layout)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
@@ -509,18 +515,19 @@ def attention_backward(
     if C.mask == "tma":
         mask = gl.allocate_shared_memory(mask_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], mask_desc.layout)
         mask_tiles = mask_desc
-    ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
+    dbias, dbias_tiles = q, q_desc
+    if C.bias_gradient == "stored":
+        dbias = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK_M, BLOCK_N], dbias_desc.layout)
+        dbias_tiles = dbias_desc
+        ds = dbias.reshape([BLOCK_M, BLOCK_N]).permute((1, 0))
+    else:
+        ds = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     if C.share_p:  # noqa: SIM108
         prob = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], ds_layout)
     else:
         prob = ds
     dq = gl.allocate_shared_memory(gl.float32, [C.dq_box[0], C.dq_box[1]], dq_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BarrierLayout())
-    for s in gl.static_range(KEY_STAGES):
-        barrier_init(barriers.index(C.k_full + s), count=1)
-        barrier_init(barriers.index(C.v_full + s), count=1)
-        if C.turns:
-            barrier_init(barriers.index(C.keys_empty + s), count=1)
     for s in gl.static_range(STAGES):
         barrier_init(barriers.index(C.q_full + s), count=1)
         barrier_init(barriers.index(C.q_empty + s), count=2)
@@ -531,8 +538,10 @@ def attention_backward(
     barrier_init(barriers.index(C.dq_full + 1), count=NUM_WARPS)
     barrier_init(barriers.index(C.dq_empty), count=1)
     fence_async_shared()
-    desc = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles)
-    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, barriers)
+    desc = Descriptors(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, rest_rows, bias_tiles, mask_tiles, dbias_tiles
+    )
+    mem = Buffers(q, do, lse, lse_rest, bias, mask, delta, k, v, prob, ds, dq, dbias, barriers)
     p = BackwardProblem(
         lengths_q_ptr,
         lengths_k_ptr,
@@ -554,12 +563,14 @@ def attention_backward(
         batch_heads,
         row_blocks,
         key_tiles,
-        all_tiles,
-        programs,
         window_left,
         window_right,
         stride_slopes,
         Matrix(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m),
+        Matrix(dbias_ptr, stride_dbias_b, stride_dbias_h, row_blocks),
+        items,
+        first_item,
+        stores,
         Matrix(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_m),
         seed_ptr,
         drop_below,

@@ -1,6 +1,16 @@
 """The warps of the Hopper backward kernel that move tiles: one loads them into shared memory, two add dQ to memory."""
 
-from .backward_walk import blocks_of_head, find_keys, first_key_block, key_coordinates, lists_of, query_coordinates, row_of
+from .backward_walk import (
+    find_keys,
+    first_key_block,
+    inner_visits,
+    key_coordinates,
+    lists_of,
+    outer_visits,
+    query_coordinates,
+    row_of,
+    visited,
+)
 from .barriers import (
     arrive_each_warp,
     await_turn,
@@ -40,15 +50,16 @@ class Buffers:
     bias: memdesc_type  # [stages, 1, 1, block_m, block_n], where TMA brings it
     mask: memdesc_type  # likewise
     delta: memdesc_type  # [stages, block_m]
-    k: memdesc_type  # [key_stages, 1, 1, block_n, dim]
-    v: memdesc_type  # [key_stages, 1, 1, block_n, dim_v]
+    k: memdesc_type  # [1, 1, block_n, dim]
+    v: memdesc_type  # [1, 1, block_n, dim_v]
     p: memdesc_type  # [block_n, block_m], where the warp groups share it; else dS
     ds: memdesc_type  # [block_n, block_m]
     dq: memdesc_type  # dq_box, float32
+    dbias: memdesc_type  # [1, 1, block_m, block_n]: dS as it lies in the gradient of a bias, where it is stored
     barriers: memdesc_type
 
     @constexpr_function
-    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, barriers):
+    def __init__(self, q, do, lse, lse_rest, bias, mask, delta, k, v, p, ds, dq, dbias, barriers):
         self.q = q
         self.do = do
         self.lse = lse
@@ -61,6 +72,7 @@ class Buffers:
         self.p = p
         self.ds = ds
         self.dq = dq
+        self.dbias = dbias
         self.barriers = barriers
 
 
@@ -78,9 +90,10 @@ class Descriptors:
     lse_rest: descriptor_type
     bias: descriptor_type
     mask: descriptor_type
+    dbias: descriptor_type
 
     @constexpr_function
-    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask):
+    def __init__(self, q, k, v, do, lse, delta, dq, dk, dv, lse_rest, bias, mask, dbias):
         self.q = q
         self.k = k
         self.v = v
@@ -93,6 +106,7 @@ class Descriptors:
         self.lse_rest = lse_rest
         self.bias = bias
         self.mask = mask
+        self.dbias = dbias
 
 
 @jit
@@ -113,37 +127,32 @@ def row_slot(C: gl.constexpr, base, count):
 
 
 @jit
-def load_tile(C: gl.constexpr, p, desc, mem, base, number, turn, count):
-    """The number-th tile of keys, the turn-th of this CTA, behind `count` blocks of queries. Returns their new number."""
-    tile = find_keys(C, p, number)
-    if (not C.ranked) or tile.blocks > 0:
-        slot = turn & (C.key_stages - 1)
-        if C.turns:
-            wait(base + 8 * (C.keys_empty + slot), phase_of(turn, C.key_stages) ^ 1)
-        k_full = mem.barriers.index(C.k_full + slot)
-        v_full = mem.barriers.index(C.v_full + slot)
-        expect_bytes(k_full, C.k_bytes)
-        tma_load(desc.k, key_coordinates(C, tile), k_full, mem.k.index(slot))
-        expect_bytes(v_full, C.v_bytes)
-        tma_load(desc.v, key_coordinates(C, tile), v_full, mem.v.index(slot))
-    for g in range(p.group):
-        head = tile.head_k * p.group + g
+def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
+    """One warp: Q with its LSE and dO with its delta, block after block; K and V come with the first ones, so that S waits for no V."""
+    base = shared_address(A, p.seqlen_q)
+    tile = find_keys(C, p, gl.program_id(0))
+    count = 0
+    for outer in range(outer_visits(C, p, tile)):
         if C.listed:
             # Read one block ahead: the answer comes while TMA waits for a free buffer.
-            lists = lists_of(p, tile, g)
+            lists = lists_of(p, tile, outer)
             next_block = listed_block(C, lists, 0)
-        for j in range(blocks_of_head(C, tile, g)):
-            block = tile.last_block - j
+        for inner in range(inner_visits(C, p, tile, outer)):
+            head, block = visited(C, p, tile, outer, inner)
             if C.listed:
                 block = next_block
-                next_block = listed_block(C, lists, j + 1)
+                next_block = listed_block(C, lists, inner + 1)
             row = row_of(C, p, tile, head, block)
             stage = stage_of(count, C.stages)
             wait(base + 8 * (C.q_empty + stage), phase_of(count, C.stages) ^ 1)
             if C.listed:
                 leave_number(row_slot(C, base, count), row)
             q_full = mem.barriers.index(C.q_full + stage)
-            expect_bytes(q_full, C.q_stage_bytes)
+            if count == 0:
+                expect_bytes(q_full, C.q_stage_bytes + C.k_bytes)
+                tma_load(desc.k, key_coordinates(C, tile), q_full, mem.k)
+            else:
+                expect_bytes(q_full, C.q_stage_bytes)
             tma_load(desc.q, query_coordinates(C, tile, head, block), q_full, mem.q.index(stage))
             tma_load(desc.lse, [row], q_full, mem.lse.index(stage))
             if C.bias != "":
@@ -157,25 +166,14 @@ def load_tile(C: gl.constexpr, p, desc, mem, base, number, turn, count):
             do_stage = stage_of(count, C.do_stages)
             wait(base + 8 * (C.do_empty + do_stage), phase_of(count, C.do_stages) ^ 1)
             do_full = mem.barriers.index(C.do_full + do_stage)
-            expect_bytes(do_full, C.do_bytes + C.row_bytes)
+            if count == 0:
+                expect_bytes(do_full, C.do_bytes + C.row_bytes + C.v_bytes)
+                tma_load(desc.v, key_coordinates(C, tile), do_full, mem.v)
+            else:
+                expect_bytes(do_full, C.do_bytes + C.row_bytes)
             tma_load(desc.do, query_coordinates(C, tile, head, block), do_full, mem.do.index(do_stage))
             tma_load(desc.delta, [row], do_full, mem.delta.index(do_stage))
             count += 1
-    return count
-
-
-@jit
-def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
-    """One warp: of each tile of keys K and V, then Q with its LSE and dO with its delta, block after block."""
-    base = shared_address(A, p.seqlen_q)
-    count = 0
-    if C.turns:
-        turn, number = 0, gl.program_id(0)
-        while number < p.all_tiles:
-            count = load_tile(C, p, desc, mem, base, number, turn, count)
-            turn, number = turn + 1, number + p.programs
-    else:
-        load_tile(C, p, desc, mem, base, gl.program_id(0), 0, count)
 
 
 @jit
@@ -188,43 +186,10 @@ def dq_coordinates(C: gl.constexpr, row, part):
 
 
 @jit
-def add_tile(C: gl.constexpr, p, desc, mem, base, number, done, WARP: gl.constexpr):
-    """The parts of dQ of the number-th tile of keys that are this warp's, behind `done` parts of this CTA. Returns their new number."""
-    PARTS: gl.constexpr = C.dq_parts
-    tile = find_keys(C, p, number)
-    last = (tile.blocks if C.listed else p.group * tile.blocks) * PARTS
-    count = (done + WARP) & 1
-    head = tile.head_k * p.group
-    block = tile.last_block - count // PARTS
-    while count < last:
-        part = (count & 1) if PARTS == 2 else 0
-        phase = ((done + count) >> 1) & 1
-        if not C.listed:
-            while block <= tile.last_block - tile.blocks:
-                block += tile.blocks
-                head += 1
-            row = row_of(C, p, tile, head, block)
-        if C.ordered:
-            turn = tile.block - first_key_block(C, p, tile, block)
-            turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
-            await_turn(turn_ptr, turn)
-            wait(base + 8 * (C.dq_full + WARP), phase)
-            if turn == 0:
-                tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
-            else:
-                tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
-        else:
-            wait(base + 8 * (C.dq_full + WARP), phase)
-            if C.listed:
-                row = left_number(row_slot(C, base, count // PARTS))
-            tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
-        tma_store_wait(0)
-        arrive_each_warp(base + 8 * C.dq_empty)
-        if C.ordered:
-            give_turn(turn_ptr, count)
-        count += 2
-        block -= 2 // PARTS
-    return done + last
+def store_bias_gradient(C: gl.constexpr, desc, mem, tile, head, block):
+    """The gradient of a block of scores, which lies in shared memory until dQ's buffer is given back."""
+    if C.bias_gradient == "stored":
+        tma_store(desc.dbias, [tile.batch, head, block * C.block_m, tile.key], mem.dbias)
 
 
 @jit
@@ -232,12 +197,41 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
     """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
     one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
     """
+    PARTS: gl.constexpr = C.dq_parts
     base = shared_address(A, p.seqlen_q)
-    done = 0
-    if C.turns:
-        number = gl.program_id(0)
-        while number < p.all_tiles:
-            done = add_tile(C, p, desc, mem, base, number, done, WARP)
-            number += p.programs
-    else:
-        add_tile(C, p, desc, mem, base, gl.program_id(0), done, WARP)
+    tile = find_keys(C, p, gl.program_id(0))
+    last = (tile.blocks if C.listed else p.group * tile.blocks) * PARTS
+    count = WARP
+    outer, inner = 0, WARP // PARTS
+    while count < last:
+        part = (count & 1) if PARTS == 2 else 0
+        if not C.listed:
+            if C.grouped:
+                visits = inner_visits(C, p, tile, outer)
+                while inner >= visits:
+                    inner -= visits
+                    outer += 1
+            head, block = visited(C, p, tile, outer, inner)
+            row = row_of(C, p, tile, head, block)
+        if C.ordered:
+            turn = tile.block - first_key_block(C, p, tile, block)
+            turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
+            await_turn(turn_ptr, turn)
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            store_bias_gradient(C, desc, mem, tile, head, block)
+            if turn == 0:
+                tma_store(desc.dq, dq_coordinates(C, row, part), mem.dq)
+            else:
+                tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
+        else:
+            wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
+            if C.listed:
+                row = left_number(row_slot(C, base, count // PARTS))
+            store_bias_gradient(C, desc, mem, tile, head, block)
+            tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
+        tma_store_wait(0)
+        arrive_each_warp(base + 8 * C.dq_empty)
+        if C.ordered:
+            give_turn(turn_ptr, count)
+        count += 2
+        inner += 2 // PARTS

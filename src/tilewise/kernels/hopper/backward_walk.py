@@ -37,12 +37,14 @@ class BackwardProblem:
     batch_heads: gl.tensor  # key heads of the batch
     row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
     key_tiles: gl.tensor  # tiles of keys of one head
-    all_tiles: gl.tensor  # of all heads
-    programs: gl.tensor  # CTAs
     window_left: gl.tensor
     window_right: gl.tensor
     stride_slopes: gl.tensor
     bias: Matrix
+    dbias: Matrix  # float32 tiles of scores, one beside the other: see `bias_place`
+    items: gl.tensor  # of the batch where `heads_first`, else key heads: those that follow one another, from `first_item` on
+    first_item: gl.tensor
+    stores: gl.tensor  # 1: the gradient of a bias is stored, not added to what is there
     mask: Matrix
     seed_ptr: gl.tensor  # of dropout
     drop_below: gl.tensor  # words of the generator, unsigned
@@ -71,12 +73,14 @@ class BackwardProblem:
         batch_heads,
         row_blocks,
         key_tiles,
-        all_tiles,
-        programs,
         window_left,
         window_right,
         stride_slopes,
         bias,
+        dbias,
+        items,
+        first_item,
+        stores,
         mask,
         seed_ptr,
         drop_below,
@@ -102,12 +106,14 @@ class BackwardProblem:
         self.batch_heads = batch_heads
         self.row_blocks = row_blocks
         self.key_tiles = key_tiles
-        self.all_tiles = all_tiles
-        self.programs = programs
         self.window_left = window_left
         self.window_right = window_right
         self.stride_slopes = stride_slopes
         self.bias = bias
+        self.dbias = dbias
+        self.items = items
+        self.first_item = first_item
+        self.stores = stores
         self.mask = mask
         self.seed_ptr = seed_ptr
         self.drop_below = drop_below
@@ -177,7 +183,8 @@ class KeyTile:
 def find_keys(C: gl.constexpr, p, number):
     """The `number`-th tile of keys. Inside a group of heads the first keys of all come first: they are the longest under a causal mask, and
     a CTA then follows the one whose additions to dQ it waits for at a distance. Tiles of packed sequences come as `triton.packed.schedule`
-    ordered them, those of one sequence by rising keys; tiles with lists by falling cost.
+    ordered them, those of one sequence by rising keys; tiles with lists by falling cost. What a bias or mask says to several batch items is
+    read, and added up, while it is in the L2 cache: there the items of one head come one after the other.
     """
     section_size = p.key_tiles * p.head_group
     section = divide(number, section_size)
@@ -186,7 +193,15 @@ def find_keys(C: gl.constexpr, p, number):
     section_heads = gl.minimum(p.head_group, p.batch_heads - first_head)
     block = divide(inside, section_heads)
     batch_head = first_head + (inside - block * section_heads)
-    batch = divide(batch_head, p.heads_k)
+    if C.heads_first:
+        head_k = divide(batch_head, p.items)
+        batch = p.first_item + (batch_head - head_k * p.items)
+    elif C.bias_gradient == "added":
+        batch = divide(batch_head, p.items)
+        head_k = p.first_item + (batch_head - batch * p.items)
+    else:
+        batch = divide(batch_head, p.heads_k)
+        head_k = batch_head - batch * p.heads_k
     sequence = batch
     length_q = p.seqlen_q
     length_k = p.seqlen_k
@@ -225,7 +240,6 @@ def find_keys(C: gl.constexpr, p, number):
     blocks = gl.where(empty, 0, last_block - (begin >> C.log2_block_m) + 1)
     if C.listed:
         blocks = uniform(gl.load(record_ptr + 1)) << C.log2_list
-    head_k = batch_head - batch * p.heads_k
     return KeyTile(
         batch,
         sequence,
@@ -263,6 +277,26 @@ def blocks_of_head(C: gl.constexpr, tile, g):
 
 
 @jit
+def outer_visits(C: gl.constexpr, p, tile):
+    """The visits of a tile are two loops: over blocks and the heads of each, or over heads and the blocks of each."""
+    return tile.blocks if C.heads_inside else p.group if C.grouped else 1
+
+
+@jit
+def inner_visits(C: gl.constexpr, p, tile, outer):
+    return p.group if C.heads_inside else blocks_of_head(C, tile, outer)
+
+
+@jit
+def visited(C: gl.constexpr, p, tile, outer, inner):
+    """(query head, block of queries) of a visit."""
+    g, j = outer, inner
+    if C.heads_inside:
+        g, j = inner, outer
+    return tile.head_k * p.group + g, tile.last_block - j
+
+
+@jit
 def row_of(C: gl.constexpr, p, tile, head, block):
     """Where a query block starts in LSE, delta and the accumulator of dQ."""
     return ((tile.batch * p.heads_k * p.group + head) * p.row_blocks + tile.first_block + block) * C.block_m
@@ -291,6 +325,13 @@ def slope_place(C: gl.constexpr, p, tile, head):
     else:
         row, place = (p.seqlen_k + C.block_n - 1) >> C.log2_block_n, tile.block
     return p.dslopes_ptr + query_head.to(gl.int64) * row + place
+
+
+@jit
+def bias_place(C: gl.constexpr, p, tile, head, block):
+    """Where the gradients of a block of scores are added up: the blocks of a tile of keys lie together, in the head of the bias."""
+    place = (tile.block * p.dbias.stride_m + block).to(gl.int64) * (C.block_m * C.block_n)
+    return p.dbias.ptr + (tile.batch.to(gl.int64) * p.dbias.stride_b + head.to(gl.int64) * p.dbias.stride_h + place)
 
 
 @jit

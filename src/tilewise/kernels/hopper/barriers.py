@@ -367,6 +367,36 @@ def first_rows(x, end, warps: gl.constexpr):
 
 
 @constexpr_function
+def _add_text(n):
+    text = (
+        "{ .reg .pred p; .reg .u32 t, w; .reg .u64 a; mov.u32 t, %tid.x; shl.b32 w, t, "
+        f"{_log2(4 * n)}; and.b32 w, w, {7 * 128 * n}; and.b32 t, t, 31; shl.b32 t, t, 4; or.b32 t, t, w; cvt.u64.u32 a, t; "
+        f"add.u64 a, a, ${2 * n}; setp.ne.s32 p, ${3 * n}, 0; "
+    )
+    for i in range(0, n, 4):
+        values = f"[a+{128 * i}], {{${n + i}, ${n + i + 1}, ${n + i + 2}, ${n + i + 3}}}; "
+        text += f"@p st.global.v4.f32 {values}@!p red.relaxed.gpu.global.add.v4.f32 {values}"
+    return text + "".join(f"mov.b32 ${i}, 0; " for i in range(n)) + "}"
+
+
+@constexpr_function
+def _add_operands(n):
+    return ",".join(["=r"] * n + ["f"] * n + ["l"] * n + ["r"] * n)
+
+
+@jit
+def add_in_memory(x, ptr, store):
+    """Add a wgmma accumulator of 8 warps, one below the other, to float32 numbers in global memory that lie there as the threads hold them:
+    [warp, 8 columns, lane, 4 values of a thread]. Each instruction of a warp then adds 512 adjacent bytes, and nobody waits for it. Where
+    the int32 `store` is not 0 there is nothing yet to add to.
+    """
+    n: gl.constexpr = x.shape[0] * x.shape[1] // 256
+    text: gl.constexpr = _add_text(n)
+    operands: gl.constexpr = _add_operands(n)
+    gl.inline_asm_elementwise(text, operands, [x, ptr.to(gl.int64), store], dtype=gl.int32, is_pure=False, pack=n)
+
+
+@constexpr_function
 def _clear_text(units, rows, row_bytes, number):
     shift = row_bytes.bit_length() - 1
     return (

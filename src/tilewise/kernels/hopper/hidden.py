@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...plan import Operands, Rules
 
 ROWS = 64  # of a program
+MET: tl.constexpr = tl.constexpr(16)  # of those that may see them, looked at together: more would take the registers of further programs
 _RUNTIME = ["heads", "shared", "readers", "size", "size_q", "size_k", "window_left", "window_right"]
 _RUNTIME += ["stride_x_b", "stride_x_h", "stride_x_s", *(f"stride_{x}_{dim}" for x in ("bias", "mask") for dim in "bhmn")]
 
@@ -42,7 +43,9 @@ def copy_finite(
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (offs < size)[:, None] & (columns < DIM)
     source = x_ptr + (b * stride_x_b + (h // shared) * stride_x_h + offs.to(tl.int64)[:, None] * stride_x_s) * ALIGN
+    target = copy_ptr + (head.to(tl.int64) * size + offs)[:, None] * DIM + columns
     x = tl.load(source + columns * (1 if stride_x_d is None else stride_x_d), mask=inside, other=0.0)
+    tl.store(target, x, mask=inside)  # nothing waits for the answer, nor keeps the rows in registers until then
     wild = tl.max((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1, 1)  # [ROWS]
     if tl.max(wild, 0) > 0:
         length_q, length_k = size_q, size_k
@@ -50,11 +53,11 @@ def copy_finite(
             length_q = tl.minimum(tl.maximum(tl.load(lengths_q_ptr + b), 0), size_q)
         if lengths_k_ptr is not None:
             length_k = tl.minimum(tl.maximum(tl.load(lengths_k_ptr + b), 0), size_k)
-        others = tl.cdiv(size_q if KEYS else size_k, ROWS)
+        others = tl.cdiv(size_q if KEYS else size_k, MET)
         seen = tl.zeros([ROWS], tl.int32)
         for i in range(readers * others):
             reader = h * readers + i // others
-            met = i % others * ROWS + tl.arange(0, ROWS)
+            met = i % others * MET + tl.arange(0, MET)
             rows, keys = (met[None, :], offs[:, None]) if KEYS else (offs[:, None], met[None, :])
             position = rows + (length_k - length_q)
             pair = (rows < length_q) & (keys < length_k) & (keys >= position - window_left) & (keys <= position + window_right)
@@ -66,8 +69,7 @@ def copy_finite(
                 at = mask_ptr + b * stride_mask_b + reader * stride_mask_h + rows * stride_mask_m + keys * stride_mask_n
                 pair &= tl.load(at, mask=pair, other=0) != 0
             seen = tl.maximum(seen, tl.max(pair.to(tl.int32), 1))
-        x = tl.where(((wild > 0) & (seen == 0))[:, None], tl.zeros_like(x), x)
-    tl.store(copy_ptr + (head.to(tl.int64) * size + offs)[:, None] * DIM + columns, x, mask=inside)
+        tl.store(target, tl.zeros_like(x), mask=inside & ((wild > 0) & (seen == 0))[:, None])
 
 
 def finite_copy(x: Tensor, t: Operands, r: Rules, *, keys: bool, heads: int) -> Tensor:

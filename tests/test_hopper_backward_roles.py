@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 import types
 from collections import defaultdict
 from typing import Any
@@ -56,9 +55,7 @@ class Buffer:
 
 def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list[list[tuple]]:
     """Run one CTA; returns the tiles of dQ that each adding warp added, in its order."""
-    counts = {c.k_full + s: 1 for s in range(c.key_stages)} | {c.v_full + s: 1 for s in range(c.key_stages)}
-    counts |= {c.keys_empty + s: 1 for s in range(c.key_stages)} if c.turns else {}
-    counts |= {c.q_full + s: 1 for s in range(c.stages)} | {c.q_empty + s: 2 for s in range(c.stages)}
+    counts = {c.q_full + s: 1 for s in range(c.stages)} | {c.q_empty + s: 2 for s in range(c.stages)}
     counts |= {c.do_full + s: 1 for s in range(c.do_stages)} | {c.do_empty + s: 2 for s in range(c.do_stages)}
     counts |= {c.dq_full: 8, c.dq_full + 1: 8, c.dq_empty: 1}
     assert len(counts) == c.row_slot, "numbers of barriers overlap"
@@ -69,8 +66,8 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
         return types.SimpleNamespace(index=lambda slot: tiles[slot], tiles=tiles)
 
     rings = {name: ring(size) for name, size in zip(("q", "lse"), (c.stages,) * 2, strict=True)}
-    rings |= {name: ring(c.do_stages) for name in ("do", "delta")} | {name: ring(c.key_stages) for name in "kv"}
-    mem = types.SimpleNamespace(**rings, dq=Buffer(), barriers=types.SimpleNamespace(index=lambda number: number))
+    rings |= {name: ring(c.do_stages) for name in ("do", "delta")}
+    mem = types.SimpleNamespace(**rings, k=Buffer(), v=Buffer(), dq=Buffer(), barriers=types.SimpleNamespace(index=lambda number: number))
     size = {"q": c.q_bytes, "do": c.do_bytes, "k": c.k_bytes, "v": c.v_bytes, "lse": c.row_bytes, "delta": c.row_bytes}
     desc = types.SimpleNamespace(**{name: (name, n) for name, n in size.items()}, dq="dq")
     added: list[list[tuple]] = [[], []]
@@ -85,7 +82,7 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
 
     scope = {
         **vars(backward_transfers),
-        **{name: _FOUND[name] for name in ("find_keys", "blocks_of_head", "row_of", "first_key_block")},
+        **{name: _FOUND[name] for name in ("find_keys", "row_of", "first_key_block", "outer_visits", "inner_visits", "visited")},
         "gl": types.SimpleNamespace(**{**vars(_GL), "program_id": lambda _: program}),
         "shared_address": lambda *_: 0,
         "phase_of": lambda count, stages: count // stages & 1,
@@ -99,37 +96,28 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
         "query_coordinates": lambda c, tile, head, block: ("rows", tile.batch, head, block),
         "key_coordinates": lambda _, tile: ("keys", tile.batch, tile.head_k, tile.block),
     }
-    for name in ("load_tile", "load_tiles", "dq_coordinates", "add_tile", "add_queries"):
+    for name in ("load_tiles", "dq_coordinates", "add_queries"):
         scope[name] = types.FunctionType(getattr(backward_transfers, name).fn.__code__, scope, name)
 
     def compute() -> None:
         """What `backward_pass.compute` waits for and gives back, in its order."""
-        count = 0
-        for turn, number in enumerate(range(program, p.all_tiles, p.programs)):
-            tile, slot, phase = _FOUND["find_keys"](c, p, number), turn % c.key_stages, turn // c.key_stages & 1
-            keys = ("keys", tile.batch, tile.head_k, tile.block)
-            bars.wait(8 * (c.k_full + slot), phase)
-            bars.wait(8 * (c.v_full + slot), phase)
-            for g, j in itertools.product(range(p.group), range(tile.blocks)):
-                head, block = tile.head_k * p.group + g, tile.last_block - j
-                row = _FOUND["row_of"](c, p, tile, head, block)
-                stage, do_stage = count % c.stages, count % c.do_stages
-                bars.wait(8 * (c.q_full + stage), count // c.stages & 1)
-                bars.wait(8 * (c.do_full + do_stage), count // c.do_stages & 1)
-                rows = ("rows", tile.batch, head, block)
-                assert (mem.q.tiles[stage].content, mem.do.tiles[do_stage].content) == (rows, rows)
-                assert (mem.lse.tiles[stage].content, mem.delta.tiles[do_stage].content) == ((row,), (row,))
-                assert mem.k.tiles[slot].content == mem.v.tiles[slot].content == keys
-                bars.change(c.do_empty + do_stage, arrivals=2)
-                bars.wait(8 * c.dq_empty, count & 1 ^ 1)
-                mem.dq.content = rows
-                bars.change(c.dq_full + (count & 1), arrivals=8)
-                bars.change(c.q_empty + stage, arrivals=2)
-                count += 1
-            time.sleep(0.001)  # whoever does not wait overwrites
-            assert mem.k.tiles[slot].content == mem.v.tiles[slot].content == keys  # dK and dV leave through them
-            if c.turns:
-                bars.change(c.keys_empty + slot, arrivals=1)
+        tile = _FOUND["find_keys"](c, p, program)
+        keys = ("keys", tile.batch, tile.head_k, tile.block)
+        for count, (head, block) in enumerate(visits(c, p, tile)):
+            row = _FOUND["row_of"](c, p, tile, head, block)
+            stage, do_stage = count % c.stages, count % c.do_stages
+            bars.wait(8 * (c.q_full + stage), count // c.stages & 1)
+            assert mem.k.content == keys  # S
+            bars.wait(8 * (c.do_full + do_stage), count // c.do_stages & 1)
+            rows = ("rows", tile.batch, head, block)
+            assert (mem.q.tiles[stage].content, mem.do.tiles[do_stage].content) == (rows, rows)
+            assert (mem.lse.tiles[stage].content, mem.delta.tiles[do_stage].content) == ((row,), (row,))
+            assert mem.v.content == keys  # dP
+            bars.change(c.do_empty + do_stage, arrivals=2)
+            bars.wait(8 * c.dq_empty, count & 1 ^ 1)
+            mem.dq.content = rows
+            bars.change(c.dq_full + (count & 1), arrivals=8)
+            bars.change(c.q_empty + stage, arrivals=2)
 
     failed: list[BaseException] = []
 
@@ -155,30 +143,34 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
     return added
 
 
-@pytest.mark.parametrize("tile", ["64 in turns", "64", "128"])
-def test_roles_agree_over_all_tiles_of_a_cta(tile):
+def visits(c: BackwardVariant, p: types.SimpleNamespace, tile: Any) -> list[tuple[int, int]]:
+    """(query head, block) of a tile: the blocks from the last one back, of each head or for all heads at once."""
+    heads, blocks = [tile.head_k * p.group + g for g in range(p.group)], [tile.last_block - j for j in range(tile.blocks)]
+    if c.heads_inside:
+        return [(head, block) for block in blocks for head in heads]
+    return list(itertools.product(heads, blocks))
+
+
+@pytest.mark.parametrize("tile, terms", [("64", {}), ("128", {}), ("128", {"alibi": True})], ids=["d64", "d128", "heads apart"])
+def test_roles_agree_over_all_visits_of_a_tile(tile, terms):
     rng = random.Random(3)
-    for group, seqlen_q, most in itertools.product((1, 3), (1, 200, 513), (1, 2, 5)):
+    for group, seqlen_q, _ in itertools.product((1, 2, 3), (1, 200, 513), range(2)):
         batch, heads_k, seqlen_k, right = rng.randint(2, 3), rng.randint(1, 3), rng.choice([60, 300, 640]), rng.choice([-1, 0, 90])
-        c = BackwardVariant(TILES[tile], "bf16", TILES[tile].block_n if tile == "128" else 64, 64, right=right >= 0)
+        grouped = group > 1
+        c = BackwardVariant(TILES[tile], "bf16", 128 if tile == "128" else 64, 64, right=right >= 0, grouped=grouped, **terms)
+        assert c.heads_inside == (grouped and not terms)
         key_tiles = -(-seqlen_k // c.block_n)
-        all_tiles = key_tiles * batch * heads_k
-        programs = min(all_tiles, most) if c.turns else all_tiles
         p = types.SimpleNamespace(
             seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k, group=group, records_ptr=None, head_group=rng.choice([1, 2, 5]),
-            batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m, key_tiles=key_tiles, all_tiles=all_tiles,
-            programs=programs, window_left=-1, window_right=right,
+            batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m, key_tiles=key_tiles, window_left=-1,
+            window_right=right,
         )  # fmt: skip
-        seen = []
-        for program in range(programs):
+        for program in range(key_tiles * batch * heads_k):
             first, second = simulate(c, p, program)
-            assert 0 <= len(first) - len(second) <= 1, "the warps take turns"
-            seen += first + second
-        expected = []
-        for number in range(all_tiles):
-            t = _FOUND["find_keys"](c, p, number)
-            for g, j in itertools.product(range(group), range(t.blocks)):
-                head, block = t.head_k * group + g, t.last_block - j
-                line = _FOUND["row_of"](c, p, t, head, block) * (c.dim // 32)
-                expected.append(((line, 0), ("rows", t.batch, head, block)))
-        assert sorted(seen) == sorted(expected)
+            tile_of_keys = _FOUND["find_keys"](c, p, program)
+            expected = []
+            for head, block in visits(c, p, tile_of_keys):
+                row = _FOUND["row_of"](c, p, tile_of_keys, head, block)
+                at = (row * (c.dim // 32), 0) if c.lanes else (row, 0)
+                expected.append((at, ("rows", tile_of_keys.batch, head, block)))
+            assert (first, second) == (expected[::2], expected[1::2])
