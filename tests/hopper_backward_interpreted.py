@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tilewise import BlockMask, masks, reference
-from tilewise.kernels.hopper import backward_launch
+from tilewise.kernels.hopper import backward_launch, backward_pass
 from tilewise.kernels.hopper.hidden import finite_copy
 from tilewise.kernels.philox import keep_mask
+from tilewise.kernels.triton import packed as packed_kernels
 from tilewise.plan import Cotangents, Gradients, Operands, Rules, Saved
 from tilewise.tile_lists import TileLists
 
@@ -41,7 +42,7 @@ class StandIn:
         return self
 
     def __call__(self, *arguments):
-        a, c = dict(zip(backward_launch.attention_backward.arg_names, arguments, strict=True)), self.variant
+        a, c = dict(zip(backward_pass.attention_backward.arg_names, arguments, strict=True)), self.variant
         if c.packed:
             return self.packed(a)
         q, k, v, do = (a[f"{name}_desc"].base.float() for name in ("q", "k", "v", "do"))
@@ -405,7 +406,7 @@ def test_packed_sequences_with_the_large_kernel_replaced(name, monkeypatch):
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: 3)
     monkeypatch.setattr(backward_launch, "program_for", lambda *_: backward_launch.BackwardProgram(variant, 0, StandIn(variant)))
     StandIn.slopes = inputs.get("alibi_slopes")
-    scheduled, new_empty, new_zeros = backward_launch.packed.scheduled, torch.Tensor.new_empty, torch.Tensor.new_zeros
+    scheduled, new_empty, new_zeros = packed_kernels.scheduled, torch.Tensor.new_empty, torch.Tensor.new_zeros
 
     def remember(found, name):
         setattr(StandIn, name, found)
@@ -419,7 +420,7 @@ def test_packed_sequences_with_the_large_kernel_replaced(name, monkeypatch):
         made = new_empty(x, *size, dtype=dtype, **more)
         return remember(made.fill_(-7), "turns") if dtype == torch.int32 else made.fill_(float("nan")) if made.is_floating_point() else made
 
-    monkeypatch.setattr(backward_launch.packed, "scheduled", remember_records)
+    monkeypatch.setattr(packed_kernels, "scheduled", remember_records)
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *given, **named: remember(new_zeros(*given, **named), "dslopes"))
     grads = {n: torch.full_like(x, float("nan")) for n, x in heads_first.items()}

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tilewise import reference
-from tilewise.kernels.hopper import configs, epilogue, launch, parts, walk
+from tilewise.kernels.hopper import configs, epilogue, forward_pass, launch, parts, walk
 from tilewise.kernels.hopper.launch import LOG2_E, Program
 from tilewise.plan import Operands, Outputs, Rules
 
@@ -96,7 +96,7 @@ class StandIn:
         return self
 
     def __call__(self, *arguments):
-        a, c, t = dict(zip(launch.attention_forward.arg_names, arguments, strict=True)), self.variant, self.t
+        a, c, t = dict(zip(forward_pass.attention_forward.arg_names, arguments, strict=True)), self.variant, self.t
         q, k, v = (a[f"{name}_desc"].base.float() for name in "qkv")
         batch, heads, seqlen_q, _ = q.shape
         dim_v, count = a["dim_v"], a["parts"]

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilewise.kernels.hopper import configs, launch
+from tilewise.kernels.hopper import compiling, configs, launch
 from tilewise.kernels.hopper.configs import SHARED_MEMORY_LIMIT, TILES, Variant, tile_columns, tile_name, value_columns
 from tilewise.kernels.hopper.gluon_api import machine_code
 
@@ -189,7 +189,7 @@ def exponentials_between_waits(body: list[str]) -> int:
 
 def check(name: str, v: Variant) -> None:
     compiled, addresses = launch.build(v, "fp32" if not v.store_tma else v.dtype, "fp32", "fp32")
-    assert addresses == launch.predicted_addresses(v), "a second compilation was needed: the compiler places shared memory elsewhere"
+    assert addresses == compiling.predicted_addresses(v), "a second compilation was needed: the compiler places shared memory elsewhere"
     assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT
     said, listing = machine_code(compiled.asm["ptx"])
     assert "C75" not in said and "serializ" not in said.lower(), said

@@ -16,30 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import Cotangents, Gradients, Operands, Rules, Saved
-from .. import replay
-from ..triton import packed
-from ..triton.backward_pass import backward as portable_backward
+from ...plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
+from ..triton import kernel_index, meanwhile
 from ..triton.launch import Launch, alignment, run, strides
-from ..triton.row_terms import row_terms_of
+from ..triton.launching import Descriptor
 from . import bias_gradient_of, sizes_used, tma_refusal
 from .backward_bias import BiasSums, sums_of
-from .backward_configs import TILES, WARPS, BackwardVariant, columns, tile_name
-from .backward_pass import attention_backward
+from .backward_configs import TILES, BackwardVariant, columns, tile_name
 from .backward_rows import clear_ends, finish_queries, prepare_rows
-from .gluon_api import Descriptor, compile_kernel, shared_layout
 from .hidden import finite_copy
 from .launch import (
     L2_BYTES,
     LOG2_E,
     Lists,
-    barrier_address,
     descriptor,
     dropout_arguments,
     element_type,
     form_of,
     matrix_arguments,
-    matrix_type,
     multiprocessors,
 )
 
@@ -56,72 +50,17 @@ class BackwardProgram:
     kernel: Any
 
 
-def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
-    """The Triton types of `attention_backward`'s arguments; `slopes` names the element type of the ALiBi slopes."""
-
-    def tiled(rows: int, width: int, swizzle: int) -> str:
-        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {width}],{shared_layout(swizzle, 4)!r}>"
-
-    row = f"tensordesc<fp32[{variant.block_m}],{shared_layout(0, 1, 32)!r}>"
-    bias, mask = (matrix_type(dtype, variant.block_m, variant.block_n) for dtype in (variant.bias_dtype, "u8"))
-    special = {
-        "q_desc": tiled(variant.block_m, variant.dim, variant.swizzle),
-        "k_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
-        "v_desc": tiled(variant.block_n, variant.dim_v, variant.swizzle_v),
-        "do_desc": tiled(variant.block_m, variant.dim_v, variant.swizzle_v),
-        "lse_desc": row,
-        "delta_desc": row,
-        "dq_desc": f"tensordesc<fp32[{variant.dq_box[0]}, {variant.dq_box[1]}],{shared_layout(128, 2, 32)!r}>",
-        "dk_desc": tiled(variant.block_n, variant.dim, variant.swizzle),
-        "dv_desc": tiled(variant.block_n, variant.dim_v, variant.swizzle_v),
-        "lengths_q_ptr": "*i32",
-        "lengths_k_ptr": "*i32",
-        "slopes_ptr": f"*{slopes}",
-        "dslopes_ptr": "*fp32",
-        "seed_ptr": "*i64",
-        "keep_scale": "fp32",
-        "turns_ptr": "*i32",
-        "records_ptr": "*i32",
-        "partial_ptr": "*i32",
-        "full_ptr": "*i32",
-        "lse_rest_desc": row if variant.bias else "constexpr",
-        "bias_desc": bias if variant.bias == "tma" else "constexpr",
-        "bias_ptr": f"*{variant.bias_dtype}",
-        "dbias_desc": matrix_type(variant.dtype, variant.block_m, variant.block_n) if variant.bias_gradient == "stored" else "constexpr",
-        "dbias_ptr": "*fp32",
-        "stride_dbias_b": "i64",
-        "stride_dbias_h": "i64",
-        "mask_desc": mask if variant.mask == "tma" else "constexpr",
-        "mask_ptr": "*u8",
-        **{f"stride_{name}_{dim}": "i64" for name in ("bias", "mask") for dim in "bhm"},
-        "scale": "fp32",
-        "exp_scale": "fp32",
-        "softcap": "fp32",
-        "out_scale": "fp32",
-        "C": "constexpr",
-        "A": "constexpr",
-    }
-    return {name: special.get(name, "i32") for name in attention_backward.arg_names}
-
-
 def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
-    """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
-    types = signature(variant, slopes)
-    absent = {name: None for name in ("lse_rest_desc", "bias_desc", "dbias_desc", "mask_desc") if types[name] == "constexpr"}
-    address = variant.barrier_offset
-    for _ in range(2):
-        kernel = compile_kernel(
-            attention_backward,
-            types,
-            {"C": variant, "A": address, **absent},
-            num_warps=WARPS,
-            maxnreg=variant.tile.launch_registers,
-        )
-        actual = barrier_address(kernel.asm["ptx"])
-        if actual == address:
-            return kernel, address
-        address = actual
-    raise RuntimeError(f"the compiler moved shared memory between two compilations of {variant}")
+    """The compiled kernel of a variant, and where its barriers lie; `slopes` names the element type of the ALiBi slopes."""
+    facts = ("attention_backward", variant, slopes)
+    kept = kernel_index.find(*facts)
+    if kept is not None:
+        return kept.kernel, kept.numbers[0]
+    with meanwhile.compiler_hashed():
+        from .backward_compiling import compile_backward  # imports the kernel, which a kept one does not need
+    kernel, address = compile_backward(variant, slopes)
+    kernel_index.keep(kernel, *facts, numbers=(address,))
+    return kernel, address
 
 
 def in_order(t: Operands, r: Rules) -> bool:
@@ -219,6 +158,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: str)
     )
     found = _programs.get(key)
     if found is None:
+        meanwhile.wait()
         variant = variant_of(t, r, slope_gradient, bias_gradient)
         kernel, address = build(variant, "fp32" if slopes is None else element_type(slopes.dtype))
         found = _programs[key] = BackwardProgram(variant, address, kernel)
@@ -248,7 +188,7 @@ def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
 def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, apart: bool) -> int:
     """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache, and at least so many that
     each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. `apart`: so many that few tiles
-    of one head start together, which would wait for one another (dQ added in order), or leave too few long tiles to the end (grouped heads).
+    of one head start together, which would wait for one another (dQ added in order), or leave few long tiles to the end (grouped heads).
 
     >>> head_group(16, 2**24, 128, 132, False), head_group(8, 2**26, 64, 132, False), head_group(16, 2**24, 128, 132, True)
     (2, 3, 16)
@@ -259,6 +199,8 @@ def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors:
 
 def sum_of_keys(partial: Tensor, sequences: Tensor) -> Tensor:
     """Sum a packed (1, H, total_k) over each sequence's keys: (sequences, H)."""
+    from ..triton import packed
+
     heads, total = partial.shape[1:]
     result = partial.new_empty(sequences.shape[0], heads)
     given = (partial, sequences, result, heads, 0, total, 1)
@@ -285,6 +227,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     row_records = key_records = sequences = None
     lists = Lists.of_keys(t, r, variant.block_n) if variant.listed else None
     if variant.packed:
+        from ..triton import packed
+
         call = Launch(t, r)
         tiles, sequences = packed.scheduled(call, variant.block_m, over_keys=False, with_sequences=grads.dalibi_slopes is not None)
         row_tiles, row_records = tiles.count, tiles.records
@@ -306,6 +250,8 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     dlse, align = cot.dlse, alignment(saved.out, dout)
     rest: Tensor | None = None
     if variant.bias:
+        from ..triton.row_terms import row_terms_of
+
         # The LSE in natural numbers, and what float32 lost of it; in the order and with the padding of this kernel.
         row_lse, rest, delta = row_terms_of(Launch(t, r), t, saved, dout, dlse, grads.dsink)
         (acc if turns is None else turns).zero_()
@@ -347,7 +293,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     if dbias is not None and (r.window_left >= 0 or r.window_right >= 0 or lengths_q is not None or lengths_k is not None):
         dbias.zero_()  # blocks that nothing sees are not visited
     for first_item, share, stores in ((0, items, False),) if sums is None else sums.shares:
-        replay.start(
+        meanwhile.start(
             program.kernel,
             key_tiles * share * others,
             descriptor(q),
@@ -412,5 +358,21 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     if grads.dbias is not None and sums is not None:
         sums.finish(grads.dbias, t, r, variant, row_blocks)
     elif grads.dbias is not None and dbias is None:
+        from ..triton.backward_pass import backward as portable_backward
+
         # The portable kernels recompute its tiles from the same LSE.
         portable_backward(t, r, saved, cot, Gradients(dbias=grads.dbias))
+
+
+def rehearse(t: Operands, r: Rules, out: Outputs) -> None:
+    """Goes through the backward pass of a call on tensors of the device "meta". The gradient that arrives is taken to lie as the output
+    does; where it does not, kernels may be compiled that are not needed."""
+    slopes, sink = t.alibi_slopes, t.sink
+    grads = Gradients(
+        t.q,
+        t.k,
+        t.v,
+        dalibi_slopes=slopes.float() if slopes is not None and "alibi_slopes" in out.needs else None,
+        dsink=sink.float() if sink is not None and "sink" in out.needs else None,
+    )
+    launch(t, r, Saved(out.out, out.lse), Cotangents(out.out), grads)
