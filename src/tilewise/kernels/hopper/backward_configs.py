@@ -39,7 +39,7 @@ class BackwardVariant:
     lengths_k: bool = False
     hidden_keys: bool = False  # some key of a visited tile may be seen by no query: its K and V are cleared
     hidden_rows: bool = False  # some query of a visited tile may see no key or lie beyond its length: its Q and dO are cleared
-    grouped: bool = False  # query heads share a key head
+    grouped: bool = False  # there is a loop over the query heads that share a key head
     softcap: bool = False
     alibi: bool = False
     slope_gradient: bool = False

@@ -110,7 +110,8 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradien
         softcap=r.softcap > 0,
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
-        grouped=t.q.shape[1] > t.k.shape[1],
+        # With a loop over the heads, be it over one, ptxas keeps ALiBi's values in uniform registers.
+        grouped=t.q.shape[1] > t.k.shape[1] or t.alibi_slopes is not None,
         ordered=in_order(t, r),
         packed=packed_rows,
         listed=t.blocks is not None,
@@ -285,7 +286,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     pointer = delta.data_ptr()
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
-    processors, apart = multiprocessors(q.device.index), variant.ordered or variant.grouped
+    processors, apart = multiprocessors(q.device.index), variant.ordered or heads > heads_k
     # Batch items of a head follow one another, or key heads of a batch item: the first items of all, then the rest.
     items, others = (batch, heads_k) if variant.heads_first else (heads_k, batch)
     sums = BiasSums.of(t, variant, row_blocks, processors) if variant.bias_gradient == "added" else None
