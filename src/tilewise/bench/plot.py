@@ -86,7 +86,7 @@ def speed(rows: list[Row], pass_: str, theme: str = "light") -> Figure | None:
             axis.set_title(f"head dim {dim}, {'causal' if causal else 'full'}", fontsize=10)
             _length_axis(axis, [r["seqlen"] for r in chosen])
             axis.set_ylim(0, top)
-    # A matrix product keeps the tensor cores busiest and so draws most; what draws less is clocked higher, and may pass it.
+    # At its power limit a device sets the clock by what a kernel draws: one that draws less than the product may pass it.
     note = f"{_origin(chosen)}\ndotted: two bf16 matrices of 8192 × 8192 multiplied in the same process, {ceiling:.0f} TFLOP/s"
     note += " at the clock that their power allows; no bound for what draws less"
     _finish(figure, axes, theme, "sequence length", "TFLOP/s", f"Attention {PASS_NAMES[pass_]}", note)
