@@ -35,7 +35,7 @@ help:
 	@echo "make compile-all  compile every kernel for every target without a GPU and rewrite the table"
 	@echo "make tables       rewrite the generated parts of README.md"
 	@echo "make docs         build the documentation site under site/, every warning an error"
-	@echo "make release-check  as make test, and every committed result must belong to these sources"
+	@echo "make release-check  as make test, and every result that is shown must belong to these sources"
 	@echo "make wheel        build the wheel under dist/"
 
 # Stamps: a virtual environment is rebuilt when what it holds was declared anew. torch goes in first and alone, so that the

@@ -110,22 +110,36 @@ def support_table() -> str:
 # ------------------------------------------------------------------------------------------------------------- measured results
 
 
+def read_files(folder: Path = RESULTS) -> list[list[Row]]:
+    """The rows of each results file that has any, by name; each row with the name as its `file`."""
+    files = []
+    for path in sorted(folder.glob("*.jsonl")):
+        files.append([json.loads(line) | {"file": path.name} for line in path.read_text().splitlines() if line])
+    return [rows for rows in files if rows]
+
+
 def load_rows(folder: Path = RESULTS) -> list[Row]:
-    """All benchmark rows of the results files, oldest run first: files are sorted by the date of their first row, then by name."""
-    files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(folder.glob("*.jsonl"))]
-    ordered = sorted((rows for rows in files if rows), key=lambda rows: rows[0].get("date") or "")
+    """All benchmark rows of the results files, oldest run first: files are sorted by the date of their first row, then by name. Each row
+    says in `file` where it stands."""
+    ordered = sorted(read_files(folder), key=lambda rows: rows[0].get("date") or "")
     return [row for rows in ordered for row in rows if "provider" in row]
 
 
-def results_section(rows: list[Row]) -> str:
-    """For each device and pass its newest run of the paper grid (or of the CPU cases): speeds of every provider, and who was fastest."""
-    parts = []
+def table_rows(rows: list[Row]) -> list[list[Row]]:
+    """What the tables show, one list each: of every device and pass the newest run of the paper grid (or of the CPU cases)."""
+    tables = []
     for case in ("paper", "cpu"):
         for device in dict.fromkeys(row["device"] for row in rows):
             mine = [row for row in rows if row["device"] == device and row["case"] == case]
             newest = {row["pass"]: row["run_id"] for row in mine}
             if mine:
-                parts.append(device_section([row for row in mine if row["run_id"] == newest[row["pass"]]]))
+                tables.append([row for row in mine if row["run_id"] == newest[row["pass"]]])
+    return tables
+
+
+def results_section(rows: list[Row]) -> str:
+    """The tables of the newest runs: speeds of every provider, and who was fastest."""
+    parts = [device_section(table) for table in table_rows(rows)]
     return (
         "\n\n".join(parts) if parts else "Nothing has been measured yet: `make gpu` writes the results that this section is generated from."
     )
@@ -153,7 +167,8 @@ def device_section(rows: list[Row]) -> str:
         kernels = f"kernels `{sources[first['pass']]}`"
     else:
         kernels = ", ".join(f"{pass_} with kernels `{hash_}`" for pass_, hash_ in sources.items())
-    head = f"**{first['device']}**, N = {longest:,}, {first['dtype']}, {unit}, {versions}, {first.get('date') or 'no date'}, {kernels}"
+    files = ", ".join(dict.fromkeys(f"`{row['file']}`" for row in rows))
+    head = f"**{first['device']}**, N = {longest:,}, {first['dtype']}, {unit}, {versions}, {first['date']}, {kernels}, {files}"
     return f"{head}\n\n{markdown(['', *providers, 'tilewise against the best peer'], table)}"
 
 
@@ -210,13 +225,29 @@ def render(text: str) -> str:
 
 def figure_rows() -> list[Row]:
     """What the benchmark's pictures show: the newest results file of a GPU; of what it leaves out, the newest that has it."""
-    files = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in sorted(RESULTS.glob("*.jsonl"))]
-    files = [rows for rows in files if any(row.get("case") == "paper" for row in rows)]
+    files = [rows for rows in read_files() if any(row.get("case") == "paper" for row in rows)]
     shown: list[Row] = []
     for rows in reversed(sorted(files, key=lambda rows: rows[-1].get("date") or "")):
         cases = {(row["device"], row["case"], row["pass"]) for row in shown}
         shown += [row for row in rows if (row["device"], row["case"], row["pass"]) not in cases]
     return shown
+
+
+def shown() -> dict[str, set[str]]:
+    """By results file, what shows its rows: the tables of README.md, and the pictures of the benchmark that are there."""
+    found: dict[str, set[str]] = {}
+    for row in (row for table in table_rows(load_rows()) for row in table):
+        found.setdefault(row["file"], set()).add("README.md")
+    for row in figure_rows():
+        pictures = {
+            f"bench-speed-{row['pass'].replace('+', '-')}": row["case"] in ("paper", "lengths"),
+            "bench-ratio": row["case"] == "paper",
+            "bench-memory": row["kind"] == "memory" and row["pass"] == "fwd+bwd",
+            "bench-density": row.get("density") is not None,
+        }
+        there = {f"docs/figures/{name}-*.svg" for name, drawn in pictures.items() if drawn and list(FIGURES.glob(f"{name}-*.svg"))}
+        found.setdefault(row["file"], set()).update(there)
+    return found
 
 
 def draw_figures() -> None:

@@ -1,6 +1,7 @@
 """The benchmark's own promises: what it checks, what it refuses to report, and that it ends in time."""
 
 import doctest
+import functools
 import itertools
 import json
 import math
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilewise
 from tilewise import reference
-from tilewise.bench import cases, check, child, masked, peers, report, run, source_hash, timing, tune
+from tilewise.bench import cases, check, child, masked, peers, report, run, source_hash, step, timing, tune
 from tilewise.bench.adapters import eager
 from tilewise.bench.cases import Bar, Case
 from tilewise.bench.check import Oracle, relative_error
@@ -387,6 +389,108 @@ def test_unknown_providers_are_refused_and_absent_ones_are_named():
     found, missing = peers.find("eager,fa3,tilewise:tiled", "cpu")
     assert [p.label for p in found] == ["eager", "tilewise:tiled"]
     assert "fa3" in missing
+
+
+# ------------------------------------------------------------------------------------------------------------------------- step
+
+
+def step_case(block: str, **fields) -> Case:
+    """A training step small enough for a test."""
+    sizes = dict(seqlen_q=48, heads=4, kv_heads=4 if block == "gpt2" else 2, head_dim=16, batch=2, dtype="fp32")
+    return Case("step", block, **{**sizes, **fields}, causal=True, kind="step", block=block, device="cpu", passes=("fwd+bwd",))
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """Graphs are captured as always; what they hold is not turned into C++, which takes half a minute each."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("block", ["gpt2", "llama"])
+def test_a_training_step_is_checked_then_timed(block, quick_compiler):
+    providers = [
+        *peers.find("tilewise,tilewise:deterministic,sdpa_flash,sdpa_cudnn", "cpu")[0],
+        counting("wrong", [], lambda out: out * 1.01),
+    ]
+    rows = benchmark(step_case(block), providers, budget=100.0).run()
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "unsupported", "wrong"], [row["reason"] for row in rows]
+    for row in rows[:3]:
+        assert set(row) >= KEYS and row["kind"] == "step" and row["pass"] == "fwd+bwd"
+        assert row["rounds"] == 3 and row["ms"] > 0 and row["tflops"] is None and row["error"] < 1e-5
+    assert rows[4]["ms"] is None
+    assert "step/" + block in report.closing_tables(rows)
+
+
+def test_unfused_attention_of_the_step_is_the_specification():
+    q, k, v = (torch.randn(2, 33, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    torch.testing.assert_close(step.unfused(q, k, v), reference.attention(q, k, v, causal=True)[0])
+
+
+def test_each_contestant_of_a_step_runs_its_own_kernel(quick_compiler):
+    """Nothing that the compiler keeps of one contestant may serve the next: their graphs differ in what SDPA may pick alone."""
+    case, found = step_case("llama"), {}
+    for provider in peers.find("sdpa_math,sdpa_flash,sdpa_math", "cpu")[0]:
+        training = step.Training(case, provider.prepare(case, Inputs.make(case)))
+        training()
+        with torch.profiler.profile() as profile:
+            training()
+        names = {event.name for event in profile.events()}
+        assert any("flash_attention_for_cpu" in name for name in names) == (provider.name == "sdpa_flash"), provider.name
+        found[provider.name] = next(training.block.parameters()).detach()
+    assert found["sdpa_math"].isfinite().all() and found["sdpa_flash"].isfinite().all()
+
+
+def test_a_step_moves_every_parameter_and_keeps_no_gradient(quick_compiler):
+    case = step_case("gpt2")
+    training = step.Training(case, peers.BUILT_IN["eager"].prepare(case, Inputs.make(case)))
+    before = [parameter.detach().clone() for parameter in training.block.parameters()]
+    first = training.loss(training.block, training.x, training.target).item()
+    for _ in range(5):
+        training()
+    assert training.loss(training.block, training.x, training.target).item() < first
+    for old, parameter in zip(before, training.block.parameters(), strict=True):
+        assert not torch.equal(old, parameter) and parameter.grad is None
+    assert training.x.grad is None
+
+
+def test_a_step_is_of_memory_too():
+    bars = next(c for c in cases.CASES if c.id == "step/llama3-8b").bars
+    assert {bar.peer for bar in bars} == {"sdpa_flash", "sdpa_cudnn", "sdpa_efficient"}
+    fields = {"case": "step", "label": "llama3-8b", "tflops": None, "pass": "fwd+bwd"}
+    rows = [timed("tilewise", [1.0] * 5, peak_bytes=103, **fields), timed("sdpa_flash", [1.0] * 5, peak_bytes=100, **fields)]
+    speed, memory = report.closing_tables(rows).splitlines()[-2:]
+    assert "1.000 of 1.000 pass" in speed and "memory" in memory and "103 B of 100 B MISS" in memory
+
+
+# ---------------------------------------------------------------------------------------------------------------- determinism
+
+
+def test_rows_say_that_an_order_was_asked_for(monkeypatch):
+    """And the closing tables what it costs."""
+    asked = []
+    original = tilewise.attention
+
+    def noted(*tensors, **options):
+        asked.append(options.get("deterministic"))
+        return original(*tensors, **options)
+
+    monkeypatch.setattr(tilewise, "attention", noted)
+    rows = benchmark(replace(TINY, causal=True, passes=("bwd",)), peers.find("tilewise:deterministic,tilewise", "cpu")[0]).run()
+    assert [row["status"] for row in rows] == ["ok", "ok"] and set(asked) == {True, None}
+    ordered, plain = rows
+    assert ordered["backend"] == f"{plain['backend']} deterministic" and ordered["provider"] == plain["provider"] == "tilewise"
+    assert report.provider_label(ordered) == f"tilewise[{ordered['backend']}]"
+    assert "deterministic over default:" in report.closing_tables(rows)
+    packed = replace(TINY, batch=1, mask="lengths-3", packed=True, passes=("bwd",))
+    assert [row["status"] for row in benchmark(packed, peers.find("tilewise:deterministic", "cpu")[0]).run()] == ["ok"]
+    cached = replace(TINY, cached=True, passes=("fwd",))
+    assert [row["status"] for row in benchmark(cached, peers.find("tilewise:deterministic", "cpu")[0]).run()] == ["unsupported"]
+
+
+def test_the_paper_grid_is_also_measured_as_a_whole():
+    """Both passes in one call, where --passes asks for it."""
+    made = run.Benchmark(run.Options(cases="paper", passes="fwd+bwd", device="cuda", providers="eager"), report.Reporter(quiet=True))
+    assert len(made.cases) == 18 and {tuple(made._passes(case)) for case in made.cases} == {("fwd+bwd",)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------- report

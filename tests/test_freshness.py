@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,46 +16,61 @@ import pytest
 from tilewise.bench.source_hash import kernel_source_hash
 from tilewise.lab import results as lab
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 class StaleResults(UserWarning):
     """A figure or table shows what other sources measured."""
 
 
-def stale(folder: Path) -> list[str]:
-    """For each results file that a figure or table is drawn from and that other sources measured: which, and what to rerun.
-
-    The README and `tilewise plot` show the newest run of a device; older files beside it are history and may be as they are.
-    """
-    found, newest = [], {}
-    for path in sorted(folder.glob("*.jsonl")):
-        rows = lab.read(path)
-        if path.name.startswith("lab-"):
-            rerun = "scripts/lab_gpu.sh on that device" if any("roofline_ms" in row and row.get("ms") for row in rows) else None
-            found += _stale(
-                path, rows, lab.source_hash(), rerun or "`python -m tilewise.lab --out` and `python -m tilewise.lab.resources --out`"
-            )
-        elif rows:
-            device, date = rows[-1]["device"], rows[-1].get("date") or ""
-            newest[device] = max(newest.get(device, ("", path, rows)), (date, path, rows), key=lambda one: (one[0], one[1].name))
-    for _, path, rows in newest.values():
-        on_cpu = rows[-1].get("threads") is not None
-        rerun = "`tilewise bench --device cpu` there" if on_cpu else "`make gpu` on that device"
-        found += _stale(path, rows, kernel_source_hash("cpu" if on_cpu else "cuda"), rerun)
-    demo = folder / "demo.json"
-    if demo.exists():
-        shown = json.loads(demo.read_text())
-        found += _stale(demo, [shown], kernel_source_hash(shown.get("device_type", "cuda")), "`tilewise demo` on that device")
+def shown() -> dict[str, set[str]]:
+    """By results file, where its numbers are shown: in the README's tables, in pictures, on the pages that name it."""
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "scripts" / "readme_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    found = {path.name: set(tables.shown().get(path.name, ())) for path in RESULTS.glob("*.json*")}
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"`([\w.-]+\.jsonl?)`", page.read_text()):
+            found[name].add(f"docs/{page.name}")
+    for name in found:
+        if name.startswith("lab-"):
+            found[name].add("docs/lab.md")  # its figures and tables are drawn from all of them
+    found["demo.json"].add("README.md")  # docs/figures/memory.svg
     return found
 
 
-def _stale(path: Path, rows: list[dict], wanted: str, rerun: str) -> list[str]:
-    hashes = {row.get("source_hash") or "unknown" for row in rows}
-    if hashes == {wanted}:
-        return []
-    by = ", ".join(sorted(one[:12] for one in hashes))
-    return [f"{path.name} was measured with sources {by}, those beside it are {wanted[:12]}: rerun {rerun}"]
+def stale(folder: Path, shown: dict[str, set[str]]) -> list[str]:
+    """For each results file that a figure, table or page shows and that other sources measured: where, and what to rerun.
+
+    What nothing shows is history and may be as it is.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json*")):
+        if not shown.get(path.name):
+            continue
+        rows = [json.loads(path.read_text())] if path.suffix == ".json" else lab.read(path)
+        wanted, rerun = _source(path, rows)
+        hashes = {row.get("source_hash") or "unknown" for row in rows}
+        if hashes != {wanted}:
+            by, where = ", ".join(sorted(one[:12] for one in hashes)), ", ".join(sorted(shown[path.name]))
+            found.append(f"{path.name} (in {where}) was measured with sources {by}, those beside it are {wanted[:12]}: rerun {rerun}")
+    return found
+
+
+def _source(path: Path, rows: list[dict]) -> tuple[str, str]:
+    """The hash that the rows of a file should have, and what measures them anew."""
+    if path.name.startswith("lab-"):
+        on_gpu = any("roofline_ms" in row and row.get("ms") for row in rows)
+        counts = "`python -m tilewise.lab --out` and `python -m tilewise.lab.resources --out`"
+        return lab.source_hash(), "scripts/lab_gpu.sh on that device" if on_gpu else counts
+    if path.name == "demo.json":
+        return kernel_source_hash(rows[0].get("device_type", "cuda")), "`tilewise demo` on that device"
+    if path.suffix == ".json":
+        return kernel_source_hash(), f"it by {rows[0]['tool']}" if "tool" in rows[0] else "scripts/masks_gpu.py on that device"
+    if rows[-1].get("threads") is not None:
+        return kernel_source_hash("cpu"), "`tilewise bench --device cpu` there"
+    return kernel_source_hash(), "`make gpu` on that device"
 
 
 def report(messages: list[str]) -> None:
@@ -65,7 +82,27 @@ def report(messages: list[str]) -> None:
 
 
 def test_results_belong_to_these_sources() -> None:
-    report(stale(RESULTS))
+    report(stale(RESULTS, shown()))
+
+
+def test_every_results_file_is_shown_or_said_to_be_history() -> None:
+    """And the page of the benchmark names the sources of each that a GPU measured."""
+    named = set(re.findall(r"^\| `([\w.-]+)` \|", (RESULTS.parent / "README.md").read_text(), re.MULTILINE))
+    for name, where in shown().items():
+        assert where or name in named, f"{name}: nothing shows it"
+        assert name in named or "h200" not in name, f"{name}: benchmarks/README.md does not say its sources"
+
+
+def test_what_shows_a_file_is_found() -> None:
+    """One of each kind: a table, pictures, and pages that quote rows."""
+    where = shown()
+    memory = [name for name, places in where.items() if "docs/figures/bench-memory-*.svg" in places]
+    speed = [name for name, places in where.items() if "docs/figures/bench-speed-fwd-*.svg" in places]
+    assert len(memory) == len(speed) == 1 and "README.md" in where[speed[0]]
+    assert any("docs/kvcache.md" in places for places in where.values())
+    for name, page in (("masks", "masks"), ("parts", "hopper-forward"), ("counters", "hopper-backward")):
+        assert f"docs/{page}.md" in where[f"{name}-h200.json"]
+    assert where["demo.json"] == {"README.md", "docs/demo.md"}
 
 
 def write(path: Path, *rows: dict) -> None:
@@ -74,28 +111,32 @@ def write(path: Path, *rows: dict) -> None:
 
 def test_stale_files_are_named_with_what_to_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, other = {"source_hash": kernel_source_hash()}, {"source_hash": "0" * 64}
-    write(tmp_path / "a-old.jsonl", other | {"device": "a", "date": "2026-01-01"})  # history: a newer run of the device follows
+    where = {name: {"a page"} for name in ("a-new.jsonl", "lab-cpu.jsonl", "b.jsonl", "lab-gpu.jsonl", "demo.json", "counters.json")}
+    write(tmp_path / "a-old.jsonl", other | {"device": "a", "date": "2026-01-01"})  # history: nothing shows it
     write(tmp_path / "a-new.jsonl", here | {"device": "a", "date": "2026-02-01"})
     write(tmp_path / "lab-cpu.jsonl", {"source_hash": lab.source_hash()})
-    assert stale(tmp_path) == []
+    assert stale(tmp_path, where) == []
     write(tmp_path / "b.jsonl", here | {"device": "b"}, other | {"device": "b"})
     write(tmp_path / "lab-gpu.jsonl", other | {"roofline_ms": 1.0, "ms": 2.0})
     (tmp_path / "demo.json").write_text("{}")
-    messages = stale(tmp_path)
-    assert [message.split()[0] for message in messages] == ["lab-gpu.jsonl", "b.jsonl", "demo.json"]
-    assert "scripts/lab_gpu.sh" in messages[0] and "make gpu" in messages[1] and "sources unknown" in messages[2]
+    write(tmp_path / "counters.json", other | {"tool": "ncu, one launch a cell"})
+    messages = stale(tmp_path, where)
+    assert [message.split()[0] for message in messages] == ["b.jsonl", "counters.json", "demo.json", "lab-gpu.jsonl"]
+    assert "make gpu" in messages[0] and "(in a page)" in messages[0] and "rerun it by ncu" in messages[1]
+    assert "sources unknown" in messages[2] and "scripts/lab_gpu.sh" in messages[3]
     monkeypatch.delenv("TILEWISE_RELEASE_CHECK", raising=False)
     with pytest.warns(StaleResults, match="rerun"):
         report(messages)
     monkeypatch.setenv("TILEWISE_RELEASE_CHECK", "1")
-    with pytest.raises(pytest.fail.Exception, match=r"b\.jsonl was measured with sources 000000000000"):
+    with pytest.raises(pytest.fail.Exception, match=r"b\.jsonl \(in a page\) was measured with sources 000000000000"):
         report(messages)
 
 
 def test_cache_page_shows_the_committed_measurements() -> None:
-    """docs/kvcache.md: useful bytes a second, time against both peers, and what pages cost, from the newest results file."""
-    page = (RESULTS.parent.parent / "docs" / "kvcache.md").read_text()
-    rows = [json.loads(line) for line in (RESULTS / "nvidia-h200-2026-11-29.jsonl").read_text().splitlines()]
+    """docs/kvcache.md: useful bytes a second, time against both peers, and what pages cost, from the file that it names."""
+    page = (ROOT / "docs" / "kvcache.md").read_text()
+    (name,) = re.findall(r"`(nvidia-h200-[\w-]+\.jsonl)`", page)
+    rows = lab.read(RESULTS / name)
     ms: dict[tuple[str, str, str], float] = {}
     rate: dict[str, float] = {}
     for row in rows:
@@ -115,10 +156,11 @@ def test_cache_page_shows_the_committed_measurements() -> None:
 @pytest.mark.parametrize(("name", "peers"), [("forward", ("sdpa_cudnn", "fa3", "fa4")), ("backward", ("sdpa_cudnn", "fa4"))])
 def test_hopper_pages_show_the_committed_measurements(name: str, peers: tuple[str, ...]) -> None:
     """docs/hopper-*.md: both runs of the 18 cells, TFLOP/s of all and the medians of the rounds' ratios, from their results file."""
-    page = (RESULTS.parent.parent / "docs" / f"hopper-{name}.md").read_text()
+    page = (ROOT / "docs" / f"hopper-{name}.md").read_text()
     found: dict[str, dict[str, list[dict]]] = {}
-    for line in (RESULTS / "nvidia-h200-2026-11-30T15.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    file = "nvidia-h200-2026-11-30T15.jsonl"
+    assert f"`{file}`" in page
+    for row in lab.read(RESULTS / file):
         if row["case"] == "paper" and row["pass"] == {"forward": "fwd", "backward": "bwd"}[name]:
             found.setdefault(row["label"], {}).setdefault(row["provider"], []).append(row)
     assert len(found) == 18
@@ -148,7 +190,7 @@ def test_hopper_pages_show_the_committed_measurements(name: str, peers: tuple[st
 @pytest.mark.parametrize(("name", "pass_", "products"), [("forward", "fwd", 2), ("backward", "bwd", 5)])
 def test_hopper_pages_show_the_committed_counters(name: str, pass_: str, products: int) -> None:
     """docs/hopper-*.md: how far each cell is from the bounds, from the counters as the profiler gave them."""
-    page = (RESULTS.parent.parent / "docs" / f"hopper-{name}.md").read_text()
+    page = (ROOT / "docs" / f"hopper-{name}.md").read_text()
     cells = [cell for cell in json.loads((RESULTS / "counters-h200.json").read_text())["cells"] if cell["pass"] == pass_]
     assert len(cells) == 18
     for cell in cells:
@@ -163,7 +205,7 @@ def test_hopper_pages_show_the_committed_counters(name: str, pass_: str, product
 
 def test_forward_page_shows_the_committed_cuts() -> None:
     """docs/hopper-forward.md: how calls with few tiles are cut, and what that takes beside whole tiles."""
-    page = (RESULTS.parent.parent / "docs" / "hopper-forward.md").read_text()
+    page = (ROOT / "docs" / "hopper-forward.md").read_text()
     for call in json.loads((RESULTS / "parts-h200.json").read_text())["calls"]:
         counts = {"heads": call["heads_in_a_tile"], "parts": call["parts"]}
         cut = ", ".join(f"{count} {what}" for what, count in counts.items() if count > 1)

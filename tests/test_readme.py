@@ -64,7 +64,7 @@ def row(provider: str, tflops: float | None, **changed: Any) -> dict[str, Any]:
         "run_id": "b", "case": "paper", "head_dim": 128, "seqlen": 16384, "causal": True, "dtype": "bf16", "pass": "fwd",
         "provider": provider, "backend": None, "tflops": tflops, "ms": 1.0, "status": "ok",
         "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
-        "date": "2026-01-02",
+        "date": "2026-01-02", "file": "rows.jsonl",
     } | changed  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -26,6 +28,20 @@ def test_rows_of_a_small_case(kind, monkeypatch):
     ours = next(row for row in rows if row["provider"] == "tilewise" and row["pass"] == "fwd+bwd")
     unfused = next(row for row in rows if row["provider"] == "eager" and row["pass"] == "fwd+bwd")
     assert ours["peak_bytes"] < unfused["peak_bytes"]
+
+
+@pytest.mark.unpoisoned
+def test_a_training_step_has_time_and_memory(monkeypatch):
+    monkeypatch.setattr(run, "ceilings", lambda device: (1e15, 4e12))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # kernels of the MLP are not the matter
+    made = run.Benchmark(run.Options(device="cuda", rounds=3, round_ms=2), report.Reporter(quiet=True))
+    sizes = dict(seqlen_q=1000, heads=8, kv_heads=2, head_dim=128, causal=True, passes=("fwd+bwd",))
+    made.cases = [Case("step", "tiny", kind="step", block="llama", **sizes)]
+    made.providers = [*peers.find("tilewise,tilewise:deterministic,sdpa_flash,eager", "cuda")[0]]
+    rows = made.run()
+    assert [row["status"] for row in rows] == ["ok"] * 4, [row["reason"] for row in rows]
+    assert all(row["rounds"] == 3 and row["peak_bytes"] > 0 for row in rows)
+    assert rows[0]["peak_bytes"] < rows[3]["peak_bytes"] and rows[1]["backend"].endswith(" deterministic")
 
 
 @pytest.mark.unpoisoned

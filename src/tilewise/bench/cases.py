@@ -29,8 +29,9 @@ class Bar:
 class Case:
     """One problem and how it is measured.
 
-    `kind` is "speed" (device time, on the CPU wall time), "host" (time until a call returns), "memory" (peak of one call) or
-    "first_call" (in a fresh process, without and with the kernel caches of an earlier one). `window` is (left, right) as in
+    `kind` is "speed" (device time, on the CPU wall time), "host" (time until a call returns), "memory" (peak of one call),
+    "first_call" (in a fresh process, without and with the kernel caches of an earlier one) or "step" (time and peak of a training step of
+    `block`, "gpt2" or "llama", whose attention is this problem; a bar is then one of memory, too). `window` is (left, right) as in
     `tilewise.attention`. `padded` gives the batch items lengths from 1/batch of seqlen_k up to all of it. `cached`: the keys are a cache
     that new queries read, in pages of `page_size` if that is not 0; `latent`: the values are the first dims of the keys.
     """
@@ -61,6 +62,7 @@ class Case:
     cached: bool = False
     page_size: int = 0
     latent: bool = False
+    block: str = ""
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -208,6 +210,17 @@ def _caches() -> list[Case]:
     ]
 
 
+def _steps() -> list[Case]:
+    """Training steps of one block, beside each kernel that SDPA may pick."""
+    peers = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+    step: dict[str, Any] = dict(causal=True, kind="step", passes=("fwd+bwd",), providers=("tilewise", *peers))
+    step["bars"] = tuple(Bar("fwd+bwd", peer, 1.0) for peer in peers)
+    return [
+        Case("step", "gpt2-medium", seqlen_q=1024, batch=16, heads=16, head_dim=64, block="gpt2", **step),
+        Case("step", "llama3-8b", seqlen_q=8192, heads=32, kv_heads=8, head_dim=128, block="llama", **step),
+    ]
+
+
 def _all_cases() -> list[Case]:
     grid = _paper("paper", (16384, 4096, 1024))
     features = [
@@ -255,7 +268,16 @@ def _all_cases() -> list[Case]:
         Case("cpu_memory", "causal-32768", 32768, causal=True, kind="memory", peak_limit=1_500_000_000, **one_pass),
     ]
     lengths = _paper("lengths", (8192, 2048, 512))
-    return [*grid, *features, *_models(), *lengths, *_caches(), Case("first_call", "d128-causal-4096", 4096, 16, 128, **first), *cpu]
+    return [
+        *grid,
+        *features,
+        *_models(),
+        *lengths,
+        *_caches(),
+        *_steps(),
+        Case("first_call", "d128-causal-4096", 4096, 16, 128, **first),
+        *cpu,
+    ]
 
 
 CASES: tuple[Case, ...] = tuple(_all_cases())

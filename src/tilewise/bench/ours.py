@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,26 @@ from torch import Tensor
 
 from .cases import Case
 from .masked import case_mask
-from .provider import Inputs, Prepared, Unsupported, in_pages
+from .provider import DETERMINISTIC, Inputs, Prepared, Unsupported, in_pages
 
 
 def prepare_tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
-    """Our call by this backend; an empty name stands for "auto"."""
+    """Our call by this backend; an empty name stands for "auto", `DETERMINISTIC` for "auto" with `deterministic=True`."""
+    if backend == DETERMINISTIC:
+        return _deterministic
+    return _by_backend(backend)
+
+
+def _deterministic(case: Case, inputs: Inputs) -> Prepared:
+    """Our call with the same bits on every run, filed as such beside the backend that serves it."""
+    if case.cached:
+        raise Unsupported("a call over a cache has no other order")
+    prepared = _by_backend("", deterministic=True)(case, inputs)
+    backward = prepared.backward_backend and f"{prepared.backward_backend} {DETERMINISTIC}"
+    return replace(prepared, backend=f"{prepared.backend} {DETERMINISTIC}", backward_backend=backward)
+
+
+def _by_backend(backend: str, **more: Any) -> Callable[[Case, Inputs], Prepared]:
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         import tilewise
@@ -23,8 +39,8 @@ def prepare_tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
         if case.cached:
             return cached_tilewise(case, inputs)
         if case.packed:
-            return packed_tilewise(case, inputs, backend)
-        options: dict[str, Any] = dict(causal=case.causal, window_size=case.window, softcap=case.softcap, backend=backend or "auto")
+            return packed_tilewise(case, inputs, backend, **more)
+        options: dict[str, Any] = dict(causal=case.causal, window_size=case.window, softcap=case.softcap, backend=backend or "auto", **more)
         if inputs.seqused_k is not None:
             options["seqused_k"] = inputs.seqused_k
         if case.mask:
@@ -51,7 +67,7 @@ def prepare_tilewise(backend: str) -> Callable[[Case, Inputs], Prepared]:
     return prepare
 
 
-def packed_tilewise(case: Case, inputs: Inputs, backend: str) -> Prepared:
+def packed_tilewise(case: Case, inputs: Inputs, backend: str, **more: Any) -> Prepared:
     """Our call over packed documents. Nothing is prepared for their lengths: the offsets are all it gets."""
     import tilewise
 
@@ -59,7 +75,7 @@ def packed_tilewise(case: Case, inputs: Inputs, backend: str) -> Prepared:
     from ..varlen import prepare_varlen
 
     offsets = case_mask(case.mask, case.seqlen_q, case.device).offsets
-    options: dict[str, Any] = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, backend=backend or "auto")
+    options: dict[str, Any] = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, backend=backend or "auto", **more)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         return tilewise.attention_varlen(q[0], k[0], v[0], **options).unsqueeze(0)

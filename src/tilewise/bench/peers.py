@@ -56,7 +56,8 @@ def find(names: str, device: str) -> tuple[list[Provider], dict[str, str]]:
     """The providers that are there, and why each other one is not.
 
     Args:
-        names: comma-separated names, ours also with a backend ("tilewise:triton"); empty takes all that make sense on `device`.
+        names: comma-separated names, ours also with a backend ("tilewise:triton") or as "tilewise:deterministic"; empty takes all that
+            make sense on `device`.
         device: "cuda" or "cpu".
 
     The environment variable FA4_DIR names a folder of unpacked FlashAttention-4 packages, which is then searched as well.

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ STYLE: dict[str, tuple[str, str, str]] = {
     "tilewise": ("#D55E00", "o", "tilewise"),
     "tilewise[hopper]": ("#D55E00", "o", "tilewise (Hopper)"),
     "tilewise[triton]": ("#E69F00", "^", "tilewise (Triton)"),
+    "tilewise[hopper deterministic]": ("#8A3A00", "d", "tilewise (Hopper, deterministic)"),
+    "tilewise[triton deterministic]": ("#9C6E00", "d", "tilewise (Triton, deterministic)"),
     "tilewise[tiled]": ("#D55E00", "o", "tilewise (tiled)"),
     "tilewise[torch]": ("#E69F00", "^", "tilewise (torch)"),
     "fa4": ("#0072B2", "s", "FlashAttention-4"),
@@ -52,8 +55,8 @@ PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backwar
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """The rows of results files, in order."""
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+    """The rows of results files, in order; each says in `file` where it stands."""
+    return [json.loads(line) | {"file": path.name} for path in paths for line in path.read_text().splitlines() if line.strip()]
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -72,7 +75,6 @@ def speed(rows: list[Row], pass_: str, theme: str = "light") -> Figure | None:
     dims = sorted({r["head_dim"] for r in chosen})
     figure, axes = _panels(2, len(dims), theme, share_y=True)
     ceiling = max(r["ceiling_tflops"] for r in chosen)
-    # A power-limited device clocks a frugal kernel higher than a matrix product, so a call may be faster than the product was.
     top = 1.08 * max(ceiling, *(r["tflops"] for r in chosen))
     for row_of_axes, causal in zip(axes, (False, True), strict=True):
         for axis, dim in zip(row_of_axes, dims, strict=True):
@@ -84,8 +86,10 @@ def speed(rows: list[Row], pass_: str, theme: str = "light") -> Figure | None:
             axis.set_title(f"head dim {dim}, {'causal' if causal else 'full'}", fontsize=10)
             _length_axis(axis, [r["seqlen"] for r in chosen])
             axis.set_ylim(0, top)
-    note = f"dotted: this device's bf16 matrix product in the same process, {ceiling:.0f} TFLOP/s"
-    _finish(figure, axes, theme, "sequence length", "TFLOP/s", f"Attention {PASS_NAMES[pass_]}, {_origin(chosen)}", note)
+    # At its power limit a device sets the clock by what a kernel draws: one that draws less than the product may pass it.
+    note = f"{_origin(chosen)}\ndotted: two bf16 matrices of 8192 × 8192 multiplied in the same process, {ceiling:.0f} TFLOP/s"
+    note += " at the clock that their power allows; no bound for what draws less"
+    _finish(figure, axes, theme, "sequence length", "TFLOP/s", f"Attention {PASS_NAMES[pass_]}", note)
     return figure
 
 
@@ -226,7 +230,7 @@ def heat_map(rows: list[Row], theme: str = "light", case: str = "paper") -> Figu
     for spine in axis.spines.values():
         spine.set_visible(False)
     kept = [row for pair in cells.values() for row in pair]
-    title = f"Speed over the best peer's, named in each cell\n{_origin(kept)}"
+    title = "\n".join(["Speed over the best peer's, named in each cell", *textwrap.wrap(_origin(kept), 52)])
     axis.set_title(title, fontsize=11, color=THEMES[theme]["text"], pad=10)
     figure.tight_layout()
     return figure
@@ -365,11 +369,12 @@ def _diverging(value: float) -> tuple[float, float, float]:
 
 
 def _origin(rows: list[Row]) -> str:
-    """Device and versions of the rows, and the start of their kernels' hash."""
+    """Device and versions of the rows, the start of their kernels' hash, and the files they stand in."""
     devices = sorted({r["device"] for r in rows})
     torches = sorted({r["torch"] for r in rows})
     hashes = sorted({r["source_hash"][:8] for r in rows})
-    return f"{', '.join(devices)}, torch {', '.join(torches)}, kernels {', '.join(hashes)}"
+    files = sorted({r["file"] for r in rows if "file" in r})
+    return ", ".join([*devices, f"torch {', '.join(torches)}", f"kernels {', '.join(hashes)}", *files])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .cases import Case
 
 Call = Callable[..., Tensor]  # (q, k, v, bias or None) -> out
+DETERMINISTIC = "deterministic"  # the variant of ours whose every run gives the same bits
 
 
 class Unsupported(Exception):
@@ -76,7 +77,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """One implementation. `name` is its name in results files, `backend` the variant of ours (else empty)."""
+    """One implementation. `name` is its name in results files, `backend` the variant of ours (a backend, "deterministic", or empty)."""
 
     name: str
     prepare: Callable[[Case, Inputs], Prepared] = field(repr=False)

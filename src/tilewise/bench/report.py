@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .cases import CASES
+from .provider import DETERMINISTIC
 
 Row = dict[str, Any]
 
@@ -84,7 +85,7 @@ def line(row: Row) -> str:
     """One measurement in one line."""
     head = f"{row['case']}/{row['label']} {row['pass']:7} {provider_label(row):18}"
     if row["status"] != "ok":
-        predicted = f", predicted {size(row['predicted_bytes'])}" if row["status"] == "oom" else ""
+        predicted = f", predicted {size(row['predicted_bytes'])}" if row["status"] == "oom" and row["predicted_bytes"] else ""
         return f"{head} {row['status']}{predicted}: {(row['reason'] or '')[:120]}"
     parts = []
     if row["ms"] is not None:
@@ -132,8 +133,8 @@ def cells(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def closing_tables(rows: list[Row]) -> str:
-    """Three short tables: ours against the best peer and FlashAttention-2 in each cell, what failed, and the promises."""
-    return "\n".join([*_speed_table(rows), *_failures(rows), *_bar_table(rows)])
+    """Short tables: ours against the best peer and FlashAttention-2 in each cell, what an order costs, what failed, and the promises."""
+    return "\n".join([*_speed_table(rows), *_order_table(rows), *_failures(rows), *_bar_table(rows)])
 
 
 def _timed(group: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -170,6 +171,22 @@ def _speed_table(rows: list[Row]) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
+def _order_table(rows: list[Row]) -> list[str]:
+    """Our speed with `deterministic=True` over that without, in each cell that has both, by head dim and pass."""
+    found: dict[tuple[str, int, str], list[float]] = {}
+    for (case, _, pass_), group in cells(rows).items():
+        ours, _ = _timed(group)
+        by_order = {(row["backend"] or "").endswith(DETERMINISTIC): row for row in reversed(ours)}
+        plain, ordered = by_order.get(False), by_order.get(True)
+        if plain and ordered:
+            found.setdefault((case, plain["head_dim"], pass_), []).append(ratio(ordered, plain))
+    lines = []
+    for (case, dim, pass_), ratios in found.items():
+        mean = statistics.geometric_mean(ratios)
+        lines.append(f"{case:12} d{dim:<4} {pass_:7} {len(ratios):3} cells: {mean:.3f} (geometric mean), least {min(ratios):.3f}")
+    return ["\ndeterministic over default:", *lines] if lines else []
+
+
 def _failures(rows: list[Row]) -> list[str]:
     failed = [row for row in rows if row["status"] == "wrong" or (row["provider"] == "tilewise" and row["status"] != "ok")]
     return [f"\n{len(failed)} results of ours missing, or wrong whoever made them:", *map(line, failed)] if failed else []
@@ -193,6 +210,10 @@ def _bar_table(rows: list[Row]) -> list[str]:
                 verdict = "pass" if measured >= 0.99 * bar.ratio else "MISS"
                 what = f"{provider_label(mine)} / {bar.peer}"
                 lines.append(f"{case.id:32} {pass_:7} {what:30} {measured:6.3f} of {bar.ratio:.3f} {verdict} ({mine['rounds']} rounds)")
+                if case.kind == "step" and mine["peak_bytes"] and peer["peak_bytes"]:
+                    verdict = "pass" if mine["peak_bytes"] <= 1.01 * peer["peak_bytes"] else "MISS"
+                    peaks = f"{size(mine['peak_bytes'])} of {size(peer['peak_bytes'])}"
+                    lines.append(f"{case.id:32} {pass_:7} {what + ' memory':30} {peaks} {verdict}")
         if case.peak_limit:
             for mine in group:
                 if mine["provider"] == "tilewise" and mine["peak_bytes"] is not None:

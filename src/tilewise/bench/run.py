@@ -26,6 +26,7 @@ from .peers import find
 from .provider import Inputs, Prepared, Provider, Unsupported
 from .report import Reporter, closing_tables
 from .source_hash import kernel_source_hash
+from .step import StepOracle, Training
 from .timing import CudaClock, HostClock, Samples, Sensors, WallClock, ceilings
 
 Row = dict[str, Any]
@@ -180,6 +181,7 @@ class Benchmark:
         problem = case.problem()
         whole = "fwd" if pass_ == "fwd" else "bwd"
         matrices = unfused_bytes(problem, whole) if provider.name in QUADRATIC else extra_bytes(problem, whole)
+        predicted = matrices + output_bytes(problem, "fwd") + (output_bytes(problem, "bwd") if whole == "bwd" else 0)
         return {
             "run_id": self.common["run_id"],
             "case": case.group,
@@ -209,7 +211,7 @@ class Benchmark:
             "tflops": None,
             "tbps": None,
             "peak_bytes": None,
-            "predicted_bytes": matrices + output_bytes(problem, "fwd") + (output_bytes(problem, "bwd") if whole == "bwd" else 0),
+            "predicted_bytes": None if case.kind == "step" else predicted,
             "error": None,
             "status": "ok",
             "reason": None,
@@ -233,7 +235,11 @@ class Benchmark:
         if not passes:
             return
         inputs = Inputs.make(case, self.options.seed)
-        oracle = Oracle(case, inputs, gradients=any(p != "fwd" for p in passes), sampled=case.kind == "memory")
+        oracle: Oracle | StepOracle
+        if case.kind == "step":
+            oracle = StepOracle(case, self.options.seed)
+        else:
+            oracle = Oracle(case, inputs, gradients=any(p != "fwd" for p in passes), sampled=case.kind == "memory")
         clock = self._clock(case)
         for pass_ in passes:
             contestants = []
@@ -266,7 +272,7 @@ class Benchmark:
             return CudaClock(Sensors.open(self.device), self.options.round_ms)
         return WallClock(self.options.round_ms)
 
-    def _enter(self, case: Case, pass_: str, provider: Provider, inputs: Inputs, oracle: Oracle) -> Contestant:
+    def _enter(self, case: Case, pass_: str, provider: Provider, inputs: Inputs, oracle: Oracle | StepOracle) -> Contestant:
         """Prepares a provider, runs it once and judges the result. What fails becomes a status, never an exception."""
         contestant = Contestant(provider, self._row(case, pass_, provider))
         row = contestant.row
@@ -277,7 +283,7 @@ class Benchmark:
             row["backend"] = contestant.prepared.serving(pass_) or row["backend"]
             with contestant.prepared.context(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a peer has to say about a case belongs into its row
-                results, contestant.call, row["peak_bytes"] = self._first(contestant.prepared, pass_, inputs)
+                results, contestant.call, row["peak_bytes"] = self._first(case, contestant.prepared, pass_, inputs)
             if oracle.rows is not None:
                 results = {"out": results["out"]} if "out" in results else {}
             if results:
@@ -299,8 +305,16 @@ class Benchmark:
             self._collect()
         return contestant
 
-    def _first(self, prepared: Prepared, pass_: str, inputs: Inputs) -> tuple[dict[str, torch.Tensor], Callable[[], Any], int | None]:
+    def _first(
+        self, case: Case, prepared: Prepared, pass_: str, inputs: Inputs
+    ) -> tuple[dict[str, torch.Tensor], Callable[[], Any], int | None]:
         """One run of a pass: its results by name, the call to time, and the peak of memory above what was there before."""
+        if case.kind == "step":  # the peak of its second run, which finds the optimiser's state
+            step = Training(case, prepared, self.options.seed)
+            gradients = step.checked()
+            before = self._memory_before()
+            step()
+            return gradients, step, self._memory_peak(before)
         names = ["dq", "dk", "dv", "dbias"]
         before = self._memory_before()
         if pass_ == "fwd":
@@ -398,7 +412,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of the benchmark."""
     p = argparse.ArgumentParser("tilewise bench", description="Time attention beside its peers, every result checked first.")
     p.add_argument("--cases", default="", help="groups or id patterns, comma-separated, in the order to measure; default all")
-    p.add_argument("--providers", default="", help="names, comma-separated; ours with a backend as tilewise:triton; default all found")
+    p.add_argument("--providers", default="", help="names, comma-separated, ours also as tilewise:BACKEND or tilewise:deterministic")
     p.add_argument("--passes", default="", help="of fwd,bwd,fwd+bwd, for cases of speed; default what each has")
     p.add_argument("--device", default="", choices=["", "cuda", "cpu"], help="default cuda where there is one")
     p.add_argument("--rounds", type=int, default=5)
