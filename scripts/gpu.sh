@@ -52,7 +52,8 @@ if [[ ${TESTS:-1} == 1 ]]; then
   jobs=()
   "$PYTHON" -c "import xdist" 2>/dev/null && jobs=(-n "${TEST_JOBS:-$(($(nproc) < 16 ? $(nproc) : 16))}" --dist worksteal)
   limit=()
-  "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120)
+  # By a thread: what waits for a kernel that hangs never comes back to Python, where a signal would be handled.
+  "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120 --timeout-method thread)
   eval "more=(${TEST_ARGS:-})" # words with quotes, such as -k 'not hopper'
   timeout --signal INT --kill-after 10 "${TEST_BUDGET:-330}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
     "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 --disable-warnings "${more[@]}" >"$logs/gpu-tests.log" 2>&1 || status=$?

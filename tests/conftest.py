@@ -13,8 +13,8 @@ def seeded():
 def poisoned_memory(request):
     """New tensors are filled with NaN (integers with their maximum) by torch's own deterministic-fill switch.
 
-    The switch acts only in deterministic mode, which is also how ``deterministic=None`` is decided; tests that need that decision to
-    be False carry the marker ``unpoisoned``.
+    The switch acts only in deterministic mode, which is also how ``deterministic=None`` is decided. Where that matters, as on a GPU, tests
+    say ``deterministic=False``; those that need None to mean it carry the marker ``unpoisoned``.
     """
     if request.node.get_closest_marker("unpoisoned"):
         yield

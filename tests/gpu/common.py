@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tilewise import UnsupportedAttention, attention, reference
+from tilewise import UnsupportedAttention, attention, reference, repeats
 
 from ..helpers import Answer, assert_close_to_reference, reference_with_grads, run_with_grads, unfused_with_grads
 
@@ -30,14 +31,38 @@ def differentiates(backend: str) -> bool:
     return backend == "auto" or hasattr(importlib.import_module(f"tilewise.kernels.{backend}"), "backward")
 
 
-def calling(backend: str, **fixed: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`attention` on one backend, as a function that returns (out, lse)."""
+def calling(backend: str, *, deterministic: bool = False, **fixed: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`attention` on one backend, as a function that returns (out, lse).
+
+    Not deterministic unless a test says so: new memory is poisoned through torch's deterministic mode, which ``deterministic=None`` would
+    follow, and then no test would run what users run.
+    """
 
     def call(**arguments: Any) -> tuple[Tensor, Tensor]:
-        out, aux = attention(**arguments, **fixed, backend=backend, return_aux="lse")
+        out, aux = attention(**arguments, **fixed, deterministic=deterministic, backend=backend, return_aux="lse")
         return out, aux.lse
 
     return call
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """The passes that kernels serve meanwhile, such as "hopper backward". Whatever calls came before, the next ones are first ones: a call
+    that is played from its recording serves itself."""
+    passes: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in ("hopper", "triton", "tiled"):
+            module = importlib.import_module(f"tilewise.kernels.{backend}")
+            for name in ("forward", "backward"):
+                kernel = getattr(module, name)
+
+                def noted(*given: Any, kernel: Callable[..., None] = kernel, text: str = f"{backend} {name}") -> None:
+                    passes.append(text)
+                    kernel(*given)
+
+                patch.setattr(module, name, noted)
+        repeats.forget()
+        yield passes
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -63,11 +88,12 @@ def qkv(
     }
 
 
-def compare(arguments: dict[str, Any], backend: str, *, gradients: bool = True, **fixed: Any) -> Answer:
+def compare(arguments: dict[str, Any], backend: str, *, gradients: bool = True, backward: str = "", **fixed: Any) -> Answer:
     """Output, LSE and every gradient of one call against the specification, with cotangents of both outputs.
 
     `fixed` are arguments that the specification does not know (deterministic, out_dtype). A backend that refuses the call skips the
-    test, with its reason; one without a backward pass is compared forward.
+    test, with its reason; one without a backward pass is compared forward. Both passes must be those of `backend`, or the backward pass
+    that of the backend `backward`, which lends it.
     """
     q, v = arguments["q"], arguments["v"]
     layout = arguments.get("layout", "bshd")
@@ -76,17 +102,21 @@ def compare(arguments: dict[str, Any], backend: str, *, gradients: bool = True, 
     dlse = torch.randn(q.shape[0], heads, seqlen_q, device="cuda")
     exact = reference_with_grads(arguments, dout, dlse)
     unfused = unfused_with_grads(arguments, dout, dlse)
+    differentiated = gradients and differentiates(backend)
     try:
-        if gradients and differentiates(backend):
-            got = run_with_grads(calling(backend, **fixed), arguments, dout, dlse)
-        else:
-            with torch.no_grad():
-                got = Answer(*calling(backend, **fixed)(**arguments), {})
-            exact.grads.clear()
+        with watched() as passes:
+            if differentiated:
+                got = run_with_grads(calling(backend, **fixed), arguments, dout, dlse)
+            else:
+                with torch.no_grad():
+                    got = Answer(*calling(backend, **fixed)(**arguments), {})
+                exact.grads.clear()
     except UnsupportedAttention as error:
         if backend == "triton":
             raise
         pytest.skip(str(error))
+    if backend != "auto":
+        assert passes == [f"{backend} forward"] + [f"{backward or backend} backward"] * differentiated, passes
     _allow_cancellation(arguments, exact, unfused, dout, layout)
     _allow_summation(arguments, exact, unfused, dout, dlse, layout)
     _allow_saved_lse(arguments, exact, unfused, dout, dlse)

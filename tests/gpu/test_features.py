@@ -7,7 +7,7 @@ import torch
 
 from tilewise import BlockMask, UnsupportedAttention, attention, masks
 
-from .common import DTYPES, calling, compare, differentiates, qkv, randn, restride
+from .common import BACKENDS, DTYPES, calling, compare, differentiates, qkv, randn, restride, watched
 
 # Around tile multiples, single elements, lengths that no tile divides, and more queries than keys as well as fewer.
 LENGTHS = ((1, 1), (7, 7), (127, 127), (128, 129), (129, 128), (1000, 1000), (1, 1000), (1000, 7))
@@ -41,9 +41,9 @@ WIDTHS = [
 def test_every_length(backend, dim, dim_v, dtype, causal):
     for seqlen_q, seqlen_k in LENGTHS:
         inputs = qkv(2, seqlen_q, seqlen_k, head_dim=dim, head_dim_v=dim_v, dtype=DTYPES[dtype])
-        compare({**inputs, "causal": causal}, backend, deterministic=False)
+        compare({**inputs, "causal": causal}, backend)
     inputs = qkv(1, 4097, 4097, heads=2, kv_heads=1, head_dim=dim, head_dim_v=dim_v, dtype=DTYPES[dtype])
-    compare({**inputs, "causal": causal}, backend, deterministic=False)
+    compare({**inputs, "causal": causal}, backend)
 
 
 def lengths(*values: int) -> torch.Tensor:
@@ -139,9 +139,29 @@ FEATURES = {
 }
 
 
+# What tells heads apart that share K and V: there the Hopper kernels leave the backward pass to the portable ones.
+OF_HEADS = {
+    "bias",
+    "float32 bias, causal",
+    "bias over the batch",
+    "bias of queries",
+    "bias of heads",
+    "bias with -inf",
+    "bias in padded rows",
+    "mask in padded rows",
+    "mask",
+    "everything",
+}
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_each_feature(backend, name):
-    compare({**qkv(), **FEATURES[name]()}, backend)
+    compare({**qkv(), **FEATURES[name]()}, backend, backward="triton" if name in OF_HEADS else "")
+
+
+@pytest.mark.parametrize("name", ["bias with -inf", "mask", "everything"])
+def test_tensors_of_heads_that_share_nothing(backend, name):
+    compare({**qkv(kv_heads=4), **FEATURES[name]()}, backend)
 
 
 WIDE = (
@@ -193,7 +213,7 @@ def test_strides_change_nothing(backend, how, which):
 
 
 @pytest.mark.parametrize("how", ["expanded", "transposed", "one element in", "every second"])
-def test_any_output_gradient(how):
+def test_any_output_gradient(backend, how):
     inputs = {name: x.requires_grad_() for name, x in qkv(seqlen_q=150, seqlen_k=150).items()}
     dout = {
         "expanded": lambda: randn(1).expand(2, 150, 4, 64),
@@ -201,8 +221,10 @@ def test_any_output_gradient(how):
         "one element in": lambda: restride(randn(2, 150, 4, 64), how),
         "every second": lambda: restride(randn(2, 150, 4, 64), how),
     }[how]()
-    out = attention(**inputs, backend="triton")
-    got = torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True)
+    with watched() as passes:
+        out = attention(**inputs, backend=backend, deterministic=False)
+        got = torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True)
+    assert passes == [f"{backend} forward", f"{backend} backward"]
     expected = torch.autograd.grad(out, list(inputs.values()), dout.contiguous())
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
@@ -241,8 +263,10 @@ def test_vectors_behind_strides(backend, how):
     }
     inputs = {name: x.detach() for name, x in qkv(3).items()}
     for name, x in vectors.items():
+        right = compare({**inputs, name: behind(x), "causal": True}, backend, gradients=False)
         for _ in range(4):
-            compare({**inputs, name: behind(x), "causal": True}, backend, gradients=False)
+            out, lse = calling(backend)(**inputs, **{name: behind(x)}, causal=True)
+            assert torch.equal(out, right.out) and torch.equal(lse, right.lse)
 
 
 @pytest.mark.parametrize("needed", ["q", "k", "v", "bias", "learnable_sink", "alibi_slopes"])
@@ -262,6 +286,39 @@ def test_one_gradient_alone(needed):
         return torch.autograd.grad(out, leaves[needed], dout)[0]
 
     torch.testing.assert_close(gradient([needed]), gradient(list(arguments)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("needed, server", [("qk", "hopper"), ("qv", "hopper"), ("q", "triton"), ("kv", "triton")])
+def test_some_gradients_of_the_hopper_kernels(needed, server):
+    """What they do not compute alone, as for keys and values that are not trained, comes from the portable kernels."""
+    if "hopper" not in BACKENDS:
+        pytest.skip("needs a Hopper GPU")
+    inputs, dout = qkv(), randn(2, 333, 4, 64)
+
+    def gradients(names):
+        leaves = {name: x.detach().requires_grad_(name in names) for name, x in inputs.items()}
+        with watched() as passes:
+            out = attention(**leaves, causal=True, backend="hopper", deterministic=True)
+            grads = torch.autograd.grad(out, [leaves[name] for name in names], dout)
+        return dict(zip(names, grads, strict=True)), passes
+
+    (some, passes), (every, _) = gradients(needed), gradients("qkv")
+    assert passes == ["hopper forward", f"{server} backward"]
+    for name, got in some.items():
+        assert torch.equal(got, every[name]) if server == "hopper" else torch.allclose(got, every[name], rtol=2e-2, atol=2e-2)
+
+
+# Head dims that share their kernels with others: the tiles of Q, K and V are as wide as the next dim that has some of its own.
+OTHER_DIMS = (8, 24, 32, 48, 56, 72, 88, 104, 112, 120, 136, 144, 152, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248)
+
+
+@pytest.mark.parametrize("dim", OTHER_DIMS)
+def test_other_head_dims_of_the_hopper_kernels(dim):
+    """With gradients where the dim is the first of those that share tiles."""
+    if "hopper" not in BACKENDS:
+        pytest.skip("needs a Hopper GPU")
+    first = dim in (8, 72, 88, 136, 200)
+    compare({**qkv(2, 129, 300, head_dim=dim), "causal": True}, "hopper", gradients=first)
 
 
 def test_autocast_casts_all_three():

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tilewise import attention
-from tilewise.kernels import hopper
 from tilewise.kernels.philox import keep_mask
 
 from ..packed import build, check
-from .common import BACKENDS, compare, qkv, randn
+from .common import BACKENDS, compare, qkv, randn, watched
 from .test_varlen import TILES
 
 pytestmark = pytest.mark.skipif("hopper" not in BACKENDS, reason="needs a Hopper GPU")
@@ -20,13 +20,9 @@ SEED = 0x1234_5678_9ABC_DEF0
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The passes that the Hopper kernels served."""
-    calls: list[str] = []
-    for name in ("forward", "backward"):
-        kernel = getattr(hopper, name)
-        monkeypatch.setattr(hopper, name, lambda *given, name=name, kernel=kernel: calls.append(name) or kernel(*given))
-    return calls
+def served() -> Iterator[list[str]]:
+    with watched() as passes:
+        yield passes
 
 
 @pytest.mark.parametrize("dropout_p, seed", [(0.3, SEED), (0.1, -7), (0.97, 1 << 40)])
@@ -46,17 +42,17 @@ def test_the_very_bits(served: list[str], dim: int, dropout_p: float, seed: int)
 
     for first in range(0, seqlen_k, dim):
         v = identity(seqlen_k, first)
-        out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, backend="hopper")
+        out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, backend="hopper", deterministic=False)
         shown = keep[..., first : first + dim]
         assert torch.equal(out.transpose(1, 2)[..., : shown.shape[3]] != 0, shown)
     v.requires_grad_()
     q.requires_grad_()
     for first in range(0, seqlen_q, dim):
-        out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, backend="hopper")
+        out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, backend="hopper", deterministic=False)
         _, dv = torch.autograd.grad(out, (q, v), identity(seqlen_q, first))
         shown = keep[:, :, first : first + dim].mT
         assert torch.equal(dv.transpose(1, 2)[..., : shown.shape[3]] != 0, shown)
-    assert served.count("backward") == len(range(0, seqlen_q, dim))
+    assert served.count("hopper backward") == len(range(0, seqlen_q, dim))
 
 
 def lengths(*values: int) -> torch.Tensor:
@@ -78,21 +74,20 @@ FEATURES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 40), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims, deterministic", [((64, 64), False), ((128, 128), True), ((72, 40), False), ((192, 128), True), ((256, 256), False)], ids=str
+)
 @pytest.mark.parametrize("name", FEATURES)
-def test_beside_every_feature(served: list[str], name: str, dims: tuple[int, int]) -> None:
+def test_beside_every_feature(name: str, dims: tuple[int, int], deterministic: bool) -> None:
     inputs = qkv(head_dim=dims[0], head_dim_v=dims[1], dtype=torch.float16 if dims == (64, 64) else torch.bfloat16)
-    compare({**inputs, **FEATURES[name](), "dropout_p": 0.25, "dropout_seed": SEED}, "hopper", deterministic=True)
-    tensors = any(x in name for x in ("bias", "mask"))
-    assert served[:1] == ["forward"] or (tensors and max(dims) > 128)
-    assert "backward" in served or (tensors and max(dims) > 128)
+    compare({**inputs, **FEATURES[name](), "dropout_p": 0.25, "dropout_seed": SEED}, "hopper", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("rules", [{}, {"causal": False}, {"causal": False, "window_size": (-1, 5)}], ids=str)
 def test_packed_sequences(served: list[str], rules: dict[str, Any], dims: tuple[int, int]) -> None:
     check({**build("dropout", torch.bfloat16, "cuda", TILES, dims), **rules}, "hopper", deterministic=True)
-    assert set(served) == {"forward", "backward"}
+    assert set(served) == {"hopper forward", "hopper backward"}
 
 
 def test_hidden_values_before_the_first_window(served: list[str]) -> None:
@@ -101,4 +96,4 @@ def test_hidden_values_before_the_first_window(served: list[str]) -> None:
     clean = attention(**inputs, **options)
     inputs["k"][:, :149] = inputs["v"][:, :149] = float("nan")
     torch.testing.assert_close(attention(**inputs, **options), clean, rtol=0, atol=0)
-    assert served == ["forward"] * 2
+    assert served == ["hopper forward"] * 2
