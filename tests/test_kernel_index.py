@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -115,23 +116,44 @@ def test_a_kernel_found_is_one_that_triton_can_keep_again(kernel, folder: Path) 
 
 def test_edited_sources_find_nothing(kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hopper").mkdir()
+    monkeypatch.setattr(kernel_index, "SOURCES", tmp_path)
     for content, file in (("x = 1", "hopper/a.py"), ("x = 2", "hopper/a.py"), ("x = 2", "hopper/b.py")):
-        monkeypatch.setattr(kernel_index, "SOURCES", tmp_path)
         (tmp_path / file).write_text(content)
-        os.utime(tmp_path / file, (0, 0))
+        monkeypatch.setattr(kernel_index, "FIRST_IMPORT", time.time() + 60)  # as in a process that begins now
         kernel_index._sources.cache_clear()
         assert kernel_index.find(*FACTS) is None
         kernel_index.keep(kernel, *FACTS)
         assert kernel_index.find(*FACTS) is not None
 
 
-def test_what_was_edited_after_the_import_is_not_kept(kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The compiled kernel may be that of the old text."""
-    monkeypatch.setattr(kernel_index, "SOURCES", tmp_path)
-    (tmp_path / "a.py").write_text("x = 1")
+@pytest.mark.parametrize("replaced", ["written", "moved into place", "linked into place"])
+def test_a_process_whose_sources_are_replaced_leaves_the_index_alone(
+    kernel, replaced: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it compiles may be the old text, or half of it, and what others keep is for the launchers of the new one."""
+    monkeypatch.setattr(kernel_index, "SOURCES", tmp_path / "package")
+    source, other = tmp_path / "package" / "a.py", tmp_path / "a.py"
+    source.parent.mkdir()
+    for path in (source, other):
+        path.write_text("x = 1")
+        os.utime(path, (0, 0))
+    time.sleep(0.05)  # a file's times are as coarse as the kernel's clock
+    monkeypatch.setattr(kernel_index, "FIRST_IMPORT", time.time())
+    time.sleep(0.05)
     kernel_index._sources.cache_clear()
     kernel_index.keep(kernel, *FACTS)
+    assert kernel_index.find(*FACTS) is not None
+    if replaced == "written":
+        source.write_text("x = 2")
+    elif replaced == "moved into place":
+        os.replace(other, source)
+    else:
+        source.unlink()
+        os.link(other, source)
+    kernel_index.keep(kernel, "another kernel")
     assert kernel_index.find(*FACTS) is None
+    monkeypatch.setattr(kernel_index, "FIRST_IMPORT", time.time() + 60)
+    assert kernel_index.find("another kernel") is None, "an entry was written"
 
 
 @pytest.mark.parametrize("what", ["version", "file", "size"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -135,6 +137,56 @@ def test_the_backward_pass_waits_for_its_rehearsal(calls, monkeypatch: pytest.Mo
     backward_launch.program_for(t, r, False, "")
     order = [rehearsed for what, rehearsed, x in calls if x == "attention_backward"]
     assert order == [True, False] and go.is_set()
+
+
+def test_all_who_wait_wait_for_the_same_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward passes of two devices run in two threads."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    go, ended, returned = threading.Event(), [], []
+    meanwhile.rehearse(lambda: (go.wait(20), ended.append(True)), 0)
+    waiting = [threading.Thread(target=lambda: (meanwhile.wait(), returned.append(bool(ended)))) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.1)
+    assert not returned
+    go.set()
+    for thread in waiting:
+        thread.join(20)
+    assert returned == [True] * 4 and not meanwhile._rehearsals
+
+
+def test_where_no_thread_can_be_had_work_is_done_when_it_is_due(calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    t, r, out = call("plain")
+    launch.program_for(t, r, out)
+    differentiate(t, r, out)
+    assert not any(rehearsed for _, rehearsed, _ in calls) and any(what == "launched" for what, _, _ in calls)
+
+
+ENDS = """
+import contextlib, threading, time
+import torch
+from tilewise.kernels.triton import meanwhile
+
+torch.cuda.device = lambda index: contextlib.nullcontext()
+
+def compiles():
+    time.sleep(0.5)
+    print("compiled", flush=True)
+
+begins = threading.Thread(target=lambda: meanwhile.rehearse(compiles, 0), daemon=True)
+begins.start()
+begins.join()
+"""
+
+
+def test_a_process_ends_after_its_rehearsal() -> None:
+    """Also one that a thread of autograd began, which are daemons: a forward pass that is recomputed for the backward pass."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
 
 
 @pytest.mark.parametrize("case", ["no gradient", "no gradient of q", "a bias", "found"])

@@ -62,17 +62,16 @@ def keep(kernel: Any, *facts: Any, numbers: Sequence[int] = ()) -> None:
     """Lets `find` know what Triton has compiled or found. The facts, by their text, and this package's sources determine the kernel."""
     with contextlib.suppress(Exception):
         path = _path_of(facts)
-        newest = max(source.stat().st_mtime for source in SOURCES.rglob("*.py"))
-        if path is not None and newest < FIRST_IMPORT:  # else what was compiled may be older than what is hashed
+        if path is not None:
             _write(path, kernel, numbers)
 
 
 def _path_of(facts: tuple[Any, ...]) -> str | None:
     from triton import knobs
 
-    settings = _settings()
-    text = repr((FORMAT, _sources(), _compiler(), settings, facts))
-    if settings is None or _ADDRESS in text:
+    settings, (paths, sources) = _settings(), _sources()
+    text = repr((FORMAT, sources, _compiler(), settings, facts))
+    if settings is None or _ADDRESS in text or _changed(paths):
         return None
     return os.path.join(knobs.cache.dir, FOLDER, hashlib.sha256(text.encode()).hexdigest() + ".json")
 
@@ -129,15 +128,25 @@ def _on_device() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
+def _changed(paths: Sequence[Path]) -> bool:
+    """Whether any source may be another than the one that this process has imported, or will: what it compiles is then not what another
+    process would, and what another has kept is not for its launchers. A file that an installer moves or links into place brings an older
+    time of modification along, but not of its last change of any kind.
+    """
+    times = [(status.st_mtime, status.st_ctime) for status in map(os.stat, paths)]
+    return max(map(max, times)) >= FIRST_IMPORT
+
+
 @functools.cache
-def _sources() -> str:
-    """A hash of this package's kernels, and of what chooses and launches them."""
+def _sources() -> tuple[list[Path], str]:
+    """This package's kernels, and what chooses and launches them: where they are, and a hash."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.rglob("*.py")):
+    paths = sorted(SOURCES.rglob("*.py"))
+    for path in paths:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(SOURCES)} {len(content)}\n".encode())
         digest.update(content)
-    return digest.hexdigest()
+    return paths, digest.hexdigest()
 
 
 @functools.cache

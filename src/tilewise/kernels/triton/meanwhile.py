@@ -4,6 +4,8 @@ Most of a compilation runs outside of Python's lock, in LLVM and in ptxas. So wh
 is rehearsed in a thread: gone through on meta tensors, which have layouts and no memory, with every launch left out and every kernel
 compiled. The pass itself then finds its kernels on the disk. A rehearsal touches neither memory nor streams of the device, so that a
 capture which begins meanwhile is not disturbed. What goes wrong in it goes wrong again, and is told, in the pass.
+
+A process that ends waits for these threads: one that came back from LLVM to an interpreter that is gone would take the process down.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ def rehearse(pass_: Callable[[], Any], device: int) -> None:
         with contextlib.suppress(Exception), torch.cuda.device(device):
             pass_()
 
-    thread = threading.Thread(target=run, name="tilewise rehearsal")
-    _rehearsals.append(thread)
-    thread.start()
+    thread = _begun(run, "tilewise rehearsal")
+    if thread is not None:
+        _rehearsals.append(thread)
 
 
 def wait() -> None:
     """Returns when nothing is rehearsed any more: what the caller would compile may just be compiled."""
-    while _rehearsals and not rehearsing():
-        _rehearsals.pop().join()
+    if rehearsing():
+        return
+    for thread in tuple(_rehearsals):
+        thread.join()
+        with contextlib.suppress(ValueError):  # another thread has waited for it, too
+            _rehearsals.remove(thread)
 
 
 def start(kernel: Any, programs: int, *arguments: Any) -> None:
@@ -63,14 +69,25 @@ def compiler_hashed() -> Iterator[None]:
     """
     from triton.runtime import driver
 
-    hashing = threading.Thread(target=_hash, name="tilewise compiler hash")
-    hashing.start()
+    hashing = _begun(_hash, "tilewise compiler hash")
     try:
         with contextlib.suppress(Exception):  # no device: the caller only compiles
             _ = driver.active.utils
         yield
     finally:
-        hashing.join()
+        if hashing is not None:
+            hashing.join()
+
+
+def _begun(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread that works ahead; None where none can be had, as when the interpreter ends: the work is then done when it is due."""
+    # Said, as a thread is a daemon where the one that makes it is, and autograd's threads are: a recomputed forward pass runs in one.
+    thread = threading.Thread(target=work, name=name, daemon=False)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def _hash() -> None:
