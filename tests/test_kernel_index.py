@@ -156,12 +156,14 @@ def test_a_process_whose_sources_are_replaced_leaves_the_index_alone(
     assert kernel_index.find("another kernel") is None, "an entry was written"
 
 
-@pytest.mark.parametrize("what", ["version", "file", "size"])
+@pytest.mark.parametrize("what", ["version", "file", "size", "linked backend"])
 def test_another_triton_finds_nothing(kernel, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = tmp_path / "_C" / "libtriton.so"
-    library.parent.mkdir()
-    library.write_text("machine code")
-    monkeypatch.setattr(triton, "__file__", str(tmp_path / "__init__.py"))
+    library, backend = tmp_path / "triton" / "libtriton.so", tmp_path / "backend" / "compiler.py"
+    for path in (library, backend):
+        path.parent.mkdir()
+        path.write_text("machine code")
+    (library.parent / "backend").symlink_to(backend.parent)
+    monkeypatch.setattr(triton, "__file__", str(library.parent / "__init__.py"))
     kernel_index._compiler.cache_clear()
     kernel_index.keep(kernel, *FACTS)
     assert kernel_index.find(*FACTS) is not None
@@ -169,6 +171,8 @@ def test_another_triton_finds_nothing(kernel, what: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(triton, "__version__", "3.99.0")
     elif what == "file":
         os.utime(library, (1, 1))
+    elif what == "linked backend":
+        os.utime(backend, (1, 1))
     else:
         times = os.stat(library)
         library.write_text("other machine code")

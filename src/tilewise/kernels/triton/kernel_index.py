@@ -156,7 +156,7 @@ def _compiler() -> tuple[Any, ...]:
 
     top = os.path.dirname(triton.__file__)
     files = []
-    for folder, below, names in os.walk(top):
+    for folder, below, names in os.walk(top, followlinks=True):  # an editable installation has links to its backends
         below[:] = sorted(set(below) - {"__pycache__", "include"})
         for name in sorted(names):
             path = os.path.join(folder, name)
