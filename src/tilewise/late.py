@@ -1,7 +1,9 @@
-"""What waits for a module that is slow to import, and that a user may never need."""
+"""Modules that are slow to import, and that a user may never need: what waits for them, and how they come."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.abc
 import importlib.util
 import sys
@@ -38,3 +40,16 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Waiting(name, action))
+
+
+@functools.cache
+def imported(name: str) -> Any:
+    """The module `name`, imported without a pause for garbage. An import makes thousands of objects, nearly all to stay; that these may set
+    off a search through all that torch has made takes half as long again as to import Triton."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if enabled:
+            gc.enable()

@@ -159,6 +159,7 @@ def run_forward(args: dict[str, Any]) -> tuple[Tensor | None, ...]:
     chosen = plan.select(t, r, args["backend"], request=request)
     results = allocate_outputs(args)
     out = Outputs(heads_first(results[0], args["layout"]), *results[1:])
+    out.needs = frozenset(name for name in DIFFERENTIABLE if (x := args[name]) is not None and x.requires_grad)
     if has_no_sequence(t):
         for x in results:
             if x is not None:

@@ -68,6 +68,7 @@ class Outputs:
     max_logits: Tensor | None = None  # (Hq,)
     key_mass: Tensor | None = None  # (B, Hq, Sk)
     entropy: Tensor | None = None  # (B, Hq, Sq)
+    needs: frozenset[str] = frozenset()  # inputs whose gradient a backward pass may be asked for
 
 
 @dataclass(slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -143,6 +146,40 @@ def test_a_new_length_compiles_nothing(report, backend):
     shapes = [(2, 1, 1, 4, 2), (2, 16, 16, 4, 2), (1, 17, 1000, 4, 4), (3, 128, 256, 8, 1), (5, 1024, 1024, 1, 1), (1, 1, 4096, 16, 16)]
     shapes += [(2, 3, 8192, 4, 4), (1, 100, 65_536, 2, 2)]
     assert {shape: new_specializations(lambda shape=shape: run(*shape)) for shape in shapes} == dict.fromkeys(shapes, 0)
+
+
+FIRST_CALL = """
+import hashlib, sys, time
+import torch
+from tilewise import attention
+
+torch.manual_seed(0)
+q, k, v, dout = torch.randn(4, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+leaves = [x.requires_grad_() for x in (q, k, v)]
+out = attention(*leaves, causal=True, deterministic=True, backend={backend!r})
+results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+bits = hashlib.sha256(b"".join(x.view(torch.int16).cpu().numpy().tobytes() for x in results)).hexdigest()
+from triton.runtime.cache import triton_key
+
+print(bits, triton_key.cache_info().currsize, "triton.experimental.gluon" in sys.modules)
+# Autograd's thread may let go of the pass some time after the results are here. It takes Python's lock for that, and torch aborts a process
+# whose interpreter ends meanwhile, whatever the operators were.
+time.sleep(0.5)
+"""
+
+
+@with_backward
+def test_a_new_process_finds_the_kernels_of_another(backend, tmp_path):
+    """The second has neither hashed Triton nor imported what only compiling needs, and computes the same."""
+    command = [sys.executable, "-c", FIRST_CALL.format(backend=backend)]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    printed = []
+    for process in ("first", "second"):
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, f"the {process} process ended with {run.returncode}\n{run.stdout}{run.stderr}"
+        printed.append(run.stdout.split())
+    first, second = printed
+    assert first == [second[0], "1", str(backend == "hopper")] and second[1:] == ["0", "False"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...late import imported
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,10 +27,9 @@ LISTED = 128  # queries and keys that make the blocks of lists
 def _gluon_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    import triton
-
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return None if release >= (3, 6) else f"Triton {triton.__version__} is older than 3.6"
+    version = imported("triton").__version__
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return None if release >= (3, 6) else f"Triton {version} is older than 3.6"
 
 
 def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:
@@ -237,8 +238,6 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
 
     Method: FlashAttention (Dao et al. 2022, 2023) as laid out for Hopper by Shah et al. 2024; see docs/hopper-forward.md.
     """
-    from . import launch
-
     if out.lse.numel() == 0:
         return
     if t.k.shape[2] == 0:
@@ -251,6 +250,7 @@ def forward(t: Operands, r: Rules, out: Outputs) -> None:
                 beyond = rows >= t.seqused_q.view(-1, 1, 1)
                 out.lse.masked_fill_(beyond, float("-inf"))
         return
+    launch = imported(f"{__name__}.launch")
     if torch.cuda.current_device() == t.q.device.index:
         launch.launch(t, r, out)
     else:
@@ -264,8 +264,7 @@ def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradie
     Method: FlashAttention's backward pass (Dao 2023, section 3.1.2) as laid out for Hopper by Shah et al. 2024;
     see docs/hopper-backward.md.
     """
-    from . import backward_launch
-
+    backward_launch = imported(f"{__name__}.backward_launch")
     if torch.cuda.current_device() == t.q.device.index:
         backward_launch.launch(t, r, saved, cot, grads)
     else:

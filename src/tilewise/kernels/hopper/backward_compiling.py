@@ -58,7 +58,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
     return {name: special.get(name, "i32") for name in attention_backward.arg_names}
 
 
-def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
+def compile_backward(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     """Compile a variant. The offset that its raw PTX uses is compared with where the compiler put the barriers, and corrected once."""
     types = signature(variant, slopes)
     absent = {name: None for name in ("lse_rest_desc", "bias_desc", "dbias_desc", "mask_desc") if types[name] == "constexpr"}

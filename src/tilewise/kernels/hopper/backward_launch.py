@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import Cotangents, Gradients, Operands, Rules, Saved
-from .. import replay
+from ...plan import Cotangents, Gradients, Operands, Outputs, Rules, Saved
+from ..triton import kernel_index, meanwhile
 from ..triton.launch import Launch, alignment, run, strides
 from ..triton.launching import Descriptor
 from . import bias_gradient_of, sizes_used, tma_refusal
 from .backward_bias import BiasSums, sums_of
-from .backward_compiling import build
 from .backward_configs import TILES, BackwardVariant, columns, tile_name
 from .backward_rows import clear_ends, finish_queries, prepare_rows
 from .hidden import finite_copy
@@ -49,6 +48,19 @@ class BackwardProgram:
     variant: BackwardVariant
     address: int
     kernel: Any
+
+
+def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
+    """The compiled kernel of a variant, and where its barriers lie; `slopes` names the element type of the ALiBi slopes."""
+    facts = ("attention_backward", variant, slopes)
+    kept = kernel_index.find(*facts)
+    if kept is not None:
+        return kept.kernel, kept.numbers[0]
+    with meanwhile.compiler_hashed():
+        from .backward_compiling import compile_backward  # imports the kernel, which a kept one does not need
+    kernel, address = compile_backward(variant, slopes)
+    kernel_index.keep(kernel, *facts, numbers=(address,))
+    return kernel, address
 
 
 def in_order(t: Operands, r: Rules) -> bool:
@@ -147,6 +159,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: str)
     )
     found = _programs.get(key)
     if found is None:
+        meanwhile.wait()
         variant = variant_of(t, r, slope_gradient, bias_gradient)
         kernel, address = build(variant, "fp32" if slopes is None else element_type(slopes.dtype))
         found = _programs[key] = BackwardProgram(variant, address, kernel)
@@ -281,7 +294,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     if dbias is not None and (r.window_left >= 0 or r.window_right >= 0 or lengths_q is not None or lengths_k is not None):
         dbias.zero_()  # blocks that nothing sees are not visited
     for first_item, share, stores in ((0, items, False),) if sums is None else sums.shares:
-        replay.start(
+        meanwhile.start(
             program.kernel,
             key_tiles * share * others,
             descriptor(q),
@@ -350,3 +363,17 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
 
         # The portable kernels recompute its tiles from the same LSE.
         portable_backward(t, r, saved, cot, Gradients(dbias=grads.dbias))
+
+
+def rehearse(t: Operands, r: Rules, out: Outputs) -> None:
+    """Goes through the backward pass of a call on tensors of the device "meta". The gradient that arrives is taken to lie as the output
+    does; where it does not, kernels may be compiled that are not needed."""
+    slopes, sink = t.alibi_slopes, t.sink
+    grads = Gradients(
+        t.q,
+        t.k,
+        t.v,
+        dalibi_slopes=slopes.float() if slopes is not None and "alibi_slopes" in out.needs else None,
+        dsink=sink.float() if sink is not None and "sink" in out.needs else None,
+    )
+    launch(t, r, Saved(out.out, out.lse), Cotangents(out.out), grads)

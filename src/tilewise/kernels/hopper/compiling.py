@@ -87,7 +87,7 @@ def predicted_addresses(variant: Variant) -> Addresses:
     return Addresses(variant.tile_bytes, before if variant.lengths_k else 0)
 
 
-def build(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addresses]:
+def compile_forward(variant: Variant, out: str, slopes: str, sink: str) -> tuple[Any, Addresses]:
     """Compile a variant. The offsets that its raw PTX uses are compared with where the compiler put things, and corrected once."""
     types = signature(variant, out, slopes, sink)
     absent = {name: None for name in ("bias_desc", "mask_desc") if types[name] == "constexpr"}

@@ -7,6 +7,7 @@ look-up, four descriptors and a launch. Lengths are ordinary arguments: a new on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan import Operands, Outputs, Rules
+from ...plan import Operands, Outputs, Request, Rules, target_of
 from .. import replay
+from ..triton import kernel_index, meanwhile
 from ..triton.launch import as_bytes, broadcast_strides
 from ..triton.launching import Descriptor
 from . import parts, sizes_used, tma_refusal, values_a_head, values_are_copied
-from .compiling import build
 from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .hidden import finite_copy
 from .parts import Cut
@@ -42,6 +43,22 @@ class Program:
     variant: Variant
     addresses: Addresses
     kernel: Any
+
+
+def build(variant: Variant, out: str, slopes: str, sink: str, ahead: Callable[[], None] | None = None) -> tuple[Any, Addresses]:
+    """The compiled kernel of a variant, and where its shared memory lies; out, slopes and sink name the element types of theirs. `ahead`
+    begins what may go on while the kernel compiles, if it has to."""
+    facts = ("attention_forward", variant, out, slopes, sink)
+    kept = kernel_index.find(*facts)
+    if kept is not None:
+        return kept.kernel, Addresses(*kept.numbers)
+    with meanwhile.compiler_hashed():
+        from .compiling import compile_forward  # imports the kernel, which a kept one does not need
+    if ahead is not None:
+        ahead()
+    kernel, addresses = compile_forward(variant, out, slopes, sink)
+    kernel_index.keep(kernel, *facts, numbers=(addresses.barriers, addresses.values))
+    return kernel, addresses
 
 
 def form_of(x: Tensor | None) -> str:
@@ -146,9 +163,35 @@ def program_for(t: Operands, r: Rules, out: Outputs, cut: Cut = WHOLE) -> Progra
             "fp32" if cut.merged else _DTYPES[out.out.dtype],
             "fp32" if slopes is None else _DTYPES[slopes.dtype],
             "fp32" if sink is None else _DTYPES[sink.dtype],
+            None if not out.needs else lambda: rehearse_backward(t, r, out),
         )
         found = _programs[key] = Program(variant, addresses, kernel)
     return found
+
+
+def rehearse_backward(t: Operands, r: Rules, out: Outputs) -> None:
+    """Lets the kernels of the backward pass compile in a thread, where these kernels will serve all of it."""
+    from . import why_not
+
+    request = Request(backward=True, out_dtype=out.out.dtype, needs=out.needs)
+    whole = t.blocks is None and t.bias is None and t.mask is None
+    if not whole or why_not(t, r, request, target_of(t.q.device)) is not None:
+        return
+    # The thread must keep no memory alive.
+    given: dict[str, Any] = {name: bare(x) for name in Operands.__slots__ if isinstance(x := getattr(t, name), Tensor)}
+    bare_t, bare_out = Operands(**given), Outputs(bare(out.out), bare(out.lse), needs=out.needs)
+
+    def pass_() -> None:
+        from .backward_launch import rehearse
+
+        rehearse(bare_t, r, bare_out)
+
+    meanwhile.rehearse(pass_, t.q.device.index)
+
+
+def bare(x: Tensor) -> Tensor:
+    """A tensor without memory, otherwise like x."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def descriptor(x: Tensor) -> Descriptor:

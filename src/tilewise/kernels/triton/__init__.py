@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ...late import imported
 from . import configs
 
 if TYPE_CHECKING:
     from ...plan import Cotangents, Gradients, Operands, Outputs, Request, Rules, Saved, Target
 
 MAX_HEAD_DIM = 256
+FIRST_IMPORT = time.time()  # of any kernel: what is read from a source that is older is what was imported
 
 
 def why_not(t: Operands, r: Rules, request: Request, target: Target) -> str | None:
@@ -49,13 +52,9 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
 def forward(t: Operands, r: Rules, out: Outputs) -> None:
     """Fill ``out.out`` and ``out.lse``; see `plan.Outputs`."""
-    from .forward_pass import forward as run
-
-    run(t, r, out)
+    imported(f"{__name__}.forward_pass").forward(t, r, out)
 
 
 def backward(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradients) -> None:
     """Fill every gradient that `grads` asks for; see `plan.Gradients`."""
-    from .backward_pass import backward as run
-
-    run(t, r, saved, cot, grads)
+    imported(f"{__name__}.backward_pass").backward(t, r, saved, cot, grads)
