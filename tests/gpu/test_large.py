@@ -17,7 +17,7 @@ from tilewise.bench.peers import BUILT_IN
 from tilewise.bench.provider import Inputs
 
 from ..reports import report
-from .common import BACKENDS, calling, differentiates, qkv, randn
+from .common import BACKENDS, calling, differentiates, qkv, randn, watched
 
 BEYOND = 1 << 31
 
@@ -38,13 +38,15 @@ def far_apart(x: Tensor, dim: int) -> Tensor:
 
 
 def results(inputs: dict[str, Tensor], dout: Tensor, backend: str, **options) -> dict[str, Tensor]:
-    """The output and, where the backend has them, the gradients of q, k and v."""
+    """The output and, where the backend has them, the gradients of q, k and v, all of them its own."""
     named = {name: x.detach().requires_grad_(differentiates(backend)) for name, x in inputs.items()}
-    out, _ = calling(backend)(**named, **options)
-    found = {"out": out.detach()}
-    if differentiates(backend):
-        grads = torch.autograd.grad(out, list(named.values()), dout)
-        found |= {f"d{name}": grad for name, grad in zip(named, grads, strict=True)}
+    with watched() as passes:
+        out, _ = calling(backend)(**named, **options)
+        found = {"out": out.detach()}
+        if differentiates(backend):
+            grads = torch.autograd.grad(out, list(named.values()), dout)
+            found |= {f"d{name}": grad for name, grad in zip(named, grads, strict=True)}
+    assert passes == [f"{backend} {name}" for name in ("forward", "backward")[: 1 + differentiates(backend)]]
     return found
 
 

@@ -13,7 +13,7 @@ from tilewise import attention, masks, ops, reference
 from tilewise.api import prepare
 
 from ..reports import report
-from .common import BACKENDS, calling, compare, differentiates, new_specializations, qkv, randn
+from .common import BACKENDS, calling, compare, differentiates, new_specializations, qkv, randn, watched
 
 DIFFERENTIATING = [backend for backend in BACKENDS if differentiates(backend)]
 with_backward = pytest.mark.parametrize("backend", DIFFERENTIATING)
@@ -48,6 +48,9 @@ def test_a_captured_step_replays_on_new_values(report, backend):
     inputs = {name: x.requires_grad_() for name, x in qkv(2, 300, 300).items()}
     dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
     options = dict(causal=True, seqused_k=used, backend=backend)
+    with watched() as passes:
+        step(inputs, dout, **options)
+    assert passes == [f"{backend} forward", f"{backend} backward"]
     graph, results = capture(lambda: step(inputs, dout, **options))
     for lengths in ([300, 100], [17, 300]):
         with torch.no_grad():
@@ -122,7 +125,9 @@ def test_no_host_synchronisation(backend, drop):
     dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
     mask = torch.rand(2, 1, 300, 300, device="cuda") < 0.7
     options = dict(causal=True, seqused_k=used, mask=mask, dropout_p=drop, backend=backend)
-    step(inputs, dout, **options)
+    with watched() as passes:
+        step(inputs, dout, **options)
+    assert passes == [f"{backend} forward", f"{backend} backward"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(inputs, dout, **options)
