@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tilewise.bench.peers import BUILT_IN
 from tilewise.bench.provider import Inputs
 
 from ..reports import report
-from .common import calling, differentiates, qkv, randn
+from .common import BACKENDS, calling, differentiates, qkv, randn, watched
 
 BEYOND = 1 << 31
 
@@ -37,13 +38,15 @@ def far_apart(x: Tensor, dim: int) -> Tensor:
 
 
 def results(inputs: dict[str, Tensor], dout: Tensor, backend: str, **options) -> dict[str, Tensor]:
-    """The output and, where the backend has them, the gradients of q, k and v."""
+    """The output and, where the backend has them, the gradients of q, k and v, all of them its own."""
     named = {name: x.detach().requires_grad_(differentiates(backend)) for name, x in inputs.items()}
-    out, _ = calling(backend)(**named, **options)
-    found = {"out": out.detach()}
-    if differentiates(backend):
-        grads = torch.autograd.grad(out, list(named.values()), dout)
-        found |= {f"d{name}": grad for name, grad in zip(named, grads, strict=True)}
+    with watched() as passes:
+        out, _ = calling(backend)(**named, **options)
+        found = {"out": out.detach()}
+        if differentiates(backend):
+            grads = torch.autograd.grad(out, list(named.values()), dout)
+            found |= {f"d{name}": grad for name, grad in zip(named, grads, strict=True)}
+    assert passes == [f"{backend} {name}" for name in ("forward", "backward")[: 1 + differentiates(backend)]]
     return found
 
 
@@ -78,15 +81,15 @@ def test_offsets_into_biases_and_masks_are_64_bit(backend, name, dim):
 
 
 @report(80, 89)
-def test_outputs_and_gradients_beyond_31_bits(report):
-    """17,000 batch items of 16 heads of 64 x 128: 2.2e9 elements in each tensor; the last items equal a run of their own."""
-    shape = (17_000, 64, 16, 128)
+def test_outputs_and_gradients_beyond_31_bits(report, backend):
+    """8,500 batch items of 16 heads of 128 x 128: 2.2e9 elements in each tensor; the last items equal a run of their own."""
+    shape = (8_500, 128, 16, 128)
     assert math.prod(shape) > BEYOND
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     inputs = {"q": q, "k": k, "v": v}
-    got = results(inputs, dout, "triton", causal=True)
+    got = results(inputs, dout, backend, causal=True)
     last = slice(shape[0] - 3, shape[0])
-    alone = results({name: x[last].clone() for name, x in inputs.items()}, dout[last].clone(), "triton", causal=True)
+    alone = results({name: x[last].clone() for name, x in inputs.items()}, dout[last].clone(), backend, causal=True)
     assert_same({name: x[last] for name, x in got.items()}, alone)
 
 
@@ -180,6 +183,39 @@ def test_memory_grows_with_the_length_not_its_square(backend, pass_):
     expected += 0 if pass_ == "fwd" else cost.output_bytes(problem, "bwd")
     expected += problem.heads * problem.seqlen_q * 64 * 4 if (pass_, backend) == ("fwd+bwd", "hopper") else 0  # dQ in float32
     assert peaks[-1] < 1.5 * expected + (4 << 20)
+
+
+# What a backward pass of the Hopper kernels takes: dQ in float32, and beside a bias or mask copies and sums.
+BACKWARD: dict[str, Any] = {
+    "plain": lambda: {},
+    "in order": lambda: dict(causal=True, deterministic=True),
+    "dropout": lambda: dict(causal=True, dropout_p=0.1, dropout_seed=3),
+    "mask": lambda: dict(mask=torch.rand(2, 1, 2048, 2048, device="cuda") < 0.7),
+    "bias, stored": lambda: dict(bias=randn(2, 4, 2048, 2048)),
+    "bias, added up": lambda: dict(bias=randn(1, 4, 2048, 2048)),
+}
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_backward_pass_takes_no_more_than_explain_states(name, dim):
+    """Beside its gradients: in the first call, in the one that is recorded, and in one that is played."""
+    if "hopper" not in BACKENDS:
+        pytest.skip("needs a Hopper GPU")
+    arguments = {"deterministic": False, **qkv(2, 2048, 2048, 4, 4, dim), **BACKWARD[name](), "backend": "hopper"}
+    leaves = [arguments[key].requires_grad_() for key in ("q", "k", "v", "bias") if key in arguments]
+    told, dout = explain(**arguments, pass_="bwd"), randn(2, 2048, 4, dim)
+    assert told.backend == "hopper"
+    for _ in range(3):
+        out = attention(**arguments)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(out, leaves, dout)
+        used = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in grads)
+        assert used <= told.extra_bytes + (1 << 20), (used, told.extra_bytes)
+        del out, grads
 
 
 @pytest.mark.unpoisoned

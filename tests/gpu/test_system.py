@@ -16,15 +16,15 @@ from tilewise import attention, masks, ops, reference
 from tilewise.api import prepare
 
 from ..reports import report
-from .common import BACKENDS, calling, compare, differentiates, new_specializations, qkv, randn
+from .common import BACKENDS, calling, compare, differentiates, new_specializations, qkv, randn, watched
 
 DIFFERENTIATING = [backend for backend in BACKENDS if differentiates(backend)]
 with_backward = pytest.mark.parametrize("backend", DIFFERENTIATING)
 
 
-def step(inputs, dout, **options):
+def step(inputs, dout, deterministic=False, **options):
     """Output and gradients of one call."""
-    out = attention(**inputs, **options)
+    out = attention(**inputs, **options, deterministic=deterministic)
     return out.detach(), *torch.autograd.grad(out, list(inputs.values()), dout)
 
 
@@ -51,6 +51,9 @@ def test_a_captured_step_replays_on_new_values(report, backend):
     inputs = {name: x.requires_grad_() for name, x in qkv(2, 300, 300).items()}
     dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
     options = dict(causal=True, seqused_k=used, backend=backend)
+    with watched() as passes:
+        step(inputs, dout, **options)
+    assert passes == [f"{backend} forward", f"{backend} backward"]
     graph, results = capture(lambda: step(inputs, dout, **options))
     for lengths in ([300, 100], [17, 300]):
         with torch.no_grad():
@@ -65,19 +68,22 @@ def test_a_captured_step_replays_on_new_values(report, backend):
 
 @report(130)
 @with_backward
-def test_dropout_draws_a_new_mask_each_replay_and_backward_uses_the_same(report, backend):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_draws_a_new_mask_each_replay_and_backward_uses_the_same(report, backend, dtype):
     """V is the identity, so that the output is P after dropout, and dv must be its transpose times dout."""
-    inputs = {name: x.requires_grad_() for name, x in qkv(1, 64, 64, heads=2, kv_heads=2, dtype=torch.float32).items()}
+    inputs = {name: x.requires_grad_() for name, x in qkv(1, 64, 64, heads=2, kv_heads=2, dtype=dtype).items()}
     with torch.no_grad():
         inputs["v"].copy_(torch.eye(64, device="cuda")[None, :, None].expand(1, 64, 2, 64))
-    dout = randn(1, 64, 2, 64, dtype=torch.float32)
+    dout = randn(1, 64, 2, 64, dtype=dtype)
     graph, (out, _, _, dv) = capture(lambda: step(inputs, dout, dropout_p=0.5, backend=backend))
     seen = []
     for _ in range(3):
         graph.replay()
         seen.append(out == 0)
         assert 0.4 < seen[-1].float().mean() < 0.6
-        torch.testing.assert_close(dv, torch.einsum("bihj,bihd->bjhd", out, dout), rtol=1e-4, atol=1e-4)
+        expected = torch.einsum("bihj,bihd->bjhd", out.float(), dout.float())
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(dv.float(), expected, **close)
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
@@ -122,7 +128,9 @@ def test_no_host_synchronisation(backend, drop):
     dout, used = randn(2, 300, 4, 64), torch.tensor([300, 100], dtype=torch.int32, device="cuda")
     mask = torch.rand(2, 1, 300, 300, device="cuda") < 0.7
     options = dict(causal=True, seqused_k=used, mask=mask, dropout_p=drop, backend=backend)
-    step(inputs, dout, **options)
+    with watched() as passes:
+        step(inputs, dout, **options)
+    assert passes == [f"{backend} forward", f"{backend} backward"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(inputs, dout, **options)
@@ -198,39 +206,6 @@ def test_tensors_on_a_device_that_is_not_current(backend, compiled):
                     assert all(x.device == out.device and x.isfinite().all() for x in grads)
         assert out.device == inputs["q"].device
         torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
-
-
-# --------------------------------------------------------------------------------------------------------------- repeated bits
-
-
-@with_backward
-@pytest.mark.parametrize("dim", [64, 128])
-def test_100_runs_give_the_same_bits(backend, dim):
-    inputs = {name: x.requires_grad_() for name, x in qkv(2, 777, 1000, heads=8, kv_heads=2, head_dim=dim).items()}
-    bias = randn(1, 8, 777, 1000).requires_grad_()
-    dout = randn(2, 777, 8, dim)
-
-    def run():
-        out = attention(**inputs, bias=bias, causal=True, deterministic=True, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, [*inputs.values(), bias], dout)
-
-    first = run()
-    for _ in range(99):
-        for got, expected in zip(run(), first, strict=True):
-            assert torch.equal(got, expected)
-
-
-@with_backward
-@pytest.mark.unpoisoned
-def test_a_hidden_race_would_move_the_error(backend):
-    """Many short rows of keys under long queries, wide inputs, fifty backward passes: no run strays from the first."""
-    inputs = {name: (3 * x).requires_grad_() for name, x in qkv(64, 2048, 128, 1, 1, 128, dtype=torch.float16).items()}
-    dout = randn(64, 2048, 1, 128, dtype=torch.float16)
-    out = attention(**inputs, backend=backend)
-    first = torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True)
-    for _ in range(49):
-        for got, expected in zip(torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True), first, strict=True):
-            assert (got - expected).abs().max() <= 4e-3 * expected.abs().max()
 
 
 def test_results_do_not_depend_on_the_batch_around(backend):
