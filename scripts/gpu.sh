@@ -2,7 +2,7 @@
 # What `make gpu` runs: the GPU tests, then the benchmark, its short tables last. Works on a machine without a network.
 #
 # Options are environment variables:
-#   TESTS=1            0 leaves the tests out             TEST_BUDGET=330   seconds for all of them
+#   TESTS=1            0 leaves the tests out             TEST_BUDGET=420   seconds for all of them
 #   TEST_ARGS=         more arguments for pytest          TEST_JOBS=        processes, by default one a core, 16 at most
 #   BENCH=1            0 leaves the benchmark out         BENCH_BUDGET=240  seconds for all of it, ends with what it has
 #   CASES=...          groups or id patterns, in order    PASSES=fwd,bwd    of fwd,bwd,fwd+bwd
@@ -55,7 +55,7 @@ if [[ ${TESTS:-1} == 1 ]]; then
   # By a thread: what waits for a kernel that hangs never comes back to Python, where a signal would be handled.
   "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120 --timeout-method thread)
   eval "more=(${TEST_ARGS:-})" # words with quotes, such as -k 'not hopper'
-  timeout --signal INT --kill-after 10 "${TEST_BUDGET:-330}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
+  timeout --signal INT --kill-after 10 "${TEST_BUDGET:-420}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
     "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 --disable-warnings "${more[@]}" >"$logs/gpu-tests.log" 2>&1 || status=$?
   grep -E "^(FAILED|ERROR)" "$logs/gpu-tests.log" | cut -c1-200 | head -25
   tail -n 12 "$logs/gpu-tests.log" | cut -c1-160
