@@ -52,9 +52,16 @@ class _Active:
         for device in _DEVICES:
             for key in (device, f"Autograd{device}"):
                 self._library.impl("scaled_dot_product_attention", _dispatch, key)
+        _forget()
 
     def remove(self) -> None:
         self._library._destroy()
+        _forget()
+
+
+def _forget() -> None:
+    """What traces keeps, beside the dispatcher, which kernel served the operator: a trace from before must not answer for those to come."""
+    getattr(_operator, "_dispatch_cache", {}).clear()
 
 
 def _dispatch(
