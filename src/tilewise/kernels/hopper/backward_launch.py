@@ -38,6 +38,8 @@ from .launch import (
 )
 
 APART = 4  # tiles of one key head that start together where more would be in each other's way
+ORDER_TO = 1024  # keys up to which adding dQ in order is faster than clearing its accumulator
+GROUPED_ORDER_TO = 4096  # likewise, where query heads share keys
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
 
@@ -73,8 +75,8 @@ def in_order(t: Operands, r: Rules) -> bool:
         return r.deterministic
     causal = r.window_right >= 0
     if t.q.shape[1] > t.k.shape[1]:
-        return causal and dim > 64 and seqlen_k <= 4096
-    return seqlen_k <= 1024 and not (causal and dim > 64)
+        return causal and dim > 64 and seqlen_k <= GROUPED_ORDER_TO
+    return seqlen_k <= ORDER_TO and not (causal and dim > 64)
 
 
 def items_follow(t: Operands) -> bool:

@@ -284,6 +284,7 @@ def outer_visits(C: gl.constexpr, p, tile):
 
 @jit
 def inner_visits(C: gl.constexpr, p, tile, outer):
+    """How often the inner loop runs in the outer-th turn of the outer one."""
     return p.group if C.heads_inside else blocks_of_head(C, tile, outer)
 
 
