@@ -211,7 +211,7 @@ def _bar_table(rows: list[Row]) -> list[str]:
                 what = f"{provider_label(mine)} / {bar.peer}"
                 lines.append(f"{case.id:32} {pass_:7} {what:30} {measured:6.3f} of {bar.ratio:.3f} {verdict} ({mine['rounds']} rounds)")
                 if case.kind == "step" and mine["peak_bytes"] and peer["peak_bytes"]:
-                    verdict = "pass" if mine["peak_bytes"] <= 1.01 * peer["peak_bytes"] else "MISS"
+                    verdict = "pass" if mine["peak_bytes"] <= peer["peak_bytes"] else "MISS"
                     peaks = f"{size(mine['peak_bytes'])} of {size(peer['peak_bytes'])}"
                     lines.append(f"{case.id:32} {pass_:7} {what + ' memory':30} {peaks} {verdict}")
         if case.peak_limit:
