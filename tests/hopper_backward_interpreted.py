@@ -15,6 +15,7 @@ import torch
 
 from tilewise import BlockMask, masks, reference
 from tilewise.kernels.hopper import backward_launch, backward_pass
+from tilewise.kernels.hopper.gluon_api import gl
 from tilewise.kernels.hopper.hidden import finite_copy
 from tilewise.kernels.philox import keep_mask
 from tilewise.kernels.triton import packed as packed_kernels
@@ -32,6 +33,23 @@ def as_accumulated(c, dq):
     return x.reshape(-1, c.block_m * c.dim)
 
 
+def places_of_sums(c, columns):
+    """Which numbers of a tile of dK or dV, counted row after row, follow one another in its sums: the compiler's layout of an accumulator,
+    in the order of `barriers.add_in_memory`, [warp, 4 values of each lane]."""
+    from triton._C.libtriton import gluon_ir, ir
+
+    context = ir.context()
+    ir.load_dialects(context)
+    builder, groups = gluon_ir.GluonOpBuilder(context), c.tile.key_groups
+    layout = gl.NVMMADistributedLayout([3, 0], [4 * groups, 2 // groups], [16, columns * groups // 2, 16])
+    held = builder.to_linear_layout(layout._to_ir(builder), [c.block_n, columns])
+    places = torch.zeros(1, dtype=torch.int64)
+    for row, column in (*held.reg_bases[:2], *held.lane_bases, *held.reg_bases[2:], *held.warp_bases):
+        places = torch.cat((places, places + row * columns + column))
+    assert len(places) == c.block_n * columns
+    return places
+
+
 class StandIn:
     """Fills the accumulator of dQ, dK and dV from the buffers that the Gluon kernel would be given."""
 
@@ -47,7 +65,8 @@ class StandIn:
             return self.packed(a)
         q, k, v, do = (a[f"{name}_desc"].base.float() for name in ("q", "k", "v", "do"))
         batch, heads, seqlen_q, dim = q.shape
-        group, seqlen_k = a["group"], k.shape[2]
+        group, seqlen_k = a["group"] * a["sharing"], k.shape[2]
+        assert (a["sharing"] > 1) == c.apart and a["heads_k"] * a["group"] == heads and not (c.apart and c.grouped)
         lse, delta = (a[f"{name}_desc"].base.view(batch, heads, -1) for name in ("lse", "delta"))
         padded = lse.shape[2]
         assert padded == a["row_blocks"] * c.block_m
@@ -94,9 +113,12 @@ class StandIn:
         def of_key_heads(x):
             return x.view(batch, heads // group, group, seqlen_k, -1).sum(2)
 
-        for name, x in (("dv", of_key_heads(kept.mT @ do) * a["keep_scale"]), ("dk", of_key_heads(ds.mT @ q) * a["out_scale"])):
-            target = a[f"{name}_desc"].base
-            target[ours] = x[ours].to(target.dtype)
+        if c.apart:
+            StandIn.add_to_keys(a, c, of_key_heads(ds.mT @ q), of_key_heads(kept.mT @ do))
+        else:
+            for name, x in (("dv", of_key_heads(kept.mT @ do) * a["keep_scale"]), ("dk", of_key_heads(ds.mT @ q) * a["out_scale"])):
+                target = a[f"{name}_desc"].base
+                target[ours] = x[ours].to(target.dtype)
         ds = torch.where(ours.repeat_interleave(group, 1)[..., None, None], ds, 0.0)
         dq = as_accumulated(c, torch.nn.functional.pad(ds @ k, (0, c.dim - dim)))
         if c.ordered:  # without turns, rows stay as they were allocated
@@ -114,8 +136,18 @@ class StandIn:
         if c.heads_first or c.bias_gradient == "added":
             item = torch.arange(batch)[:, None] if c.heads_first else torch.arange(heads_k)
             ours &= (item >= a["first_item"]) & (item < a["first_item"] + a["items"])
-        assert a["batch_heads"] == ours.sum()
+        assert a["batch_heads"] == ours.sum() * a["sharing"]
         return ours
+
+    @staticmethod
+    def add_to_keys(a, c, dk, dv):
+        """dK and dV (B, Hk, seqlen_k, columns) to their sums, tile by tile."""
+        tiles, parts = a["key_tiles"], []
+        for x, columns in ((dk, c.dim), (dv, c.dim_v)):
+            x = torch.nn.functional.pad(x, (0, columns - x.shape[3], 0, tiles * c.block_n - x.shape[2]))
+            parts.append(x.view(-1, c.block_n * columns)[:, places_of_sums(c, columns)])
+        sums = StandIn.made[a["key_sums_ptr"]]
+        sums += torch.cat(parts, 1).flatten()
 
     @staticmethod
     def add_to_bias(a, c, ds, ours):
@@ -205,6 +237,19 @@ CASES = {
     "d256, ordered, sink": {"dim": 256, "seqlen_q": 200, "seqlen_k": 100, "right": 0, "ordered": True, "sink": True},
     "d200 dlse only": {"dim": 200, "dout": "none"},
     "d64 dropout, grouped": {"kv_heads": 2, "right": 0, "dropout": True},
+    "d64 tiles apart": {"kv_heads": 2, "right": 0, "apart": True, "seqlen_k": 300},
+    "d128/72 tiles apart, dropout, strided dk and dv": {
+        "dim": 128,
+        "dim_v": 72,
+        "kv_heads": 1,
+        "apart": True,
+        "dropout": True,
+        "strided": True,
+    },
+    "d200/40 tiles apart, sink": {"dim": 200, "dim_v": 40, "kv_heads": 2, "apart": True, "sink": True, "right": 0},
+    "d72/256 tiles apart, dv alone": {"dim": 72, "dim_v": 256, "kv_heads": 2, "apart": True, "without": "k"},
+    "d64 tiles apart, dk alone": {"kv_heads": 2, "apart": True, "without": "v"},
+    "d64 tiles that are not apart: ordered": {"kv_heads": 2, "right": 0, "apart": True, "ordered": True},
 }
 # Beside NaN in a key that nobody sees, in the last query, which sees nothing, and in what reaches its output.
 TENSORS = {
@@ -243,7 +288,9 @@ LISTS = {
 @pytest.mark.parametrize("name", [*CASES, *TENSORS, *LISTS])
 def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     case = {"dim": 64, "dim_v": 0, "kv_heads": 4, "seqlen_q": 70, "seqlen_k": 130, "right": -1, "ordered": False, "sink": False, "dout": ""}
-    case |= {"dropout": False, "half": False} | (CASES | TENSORS | LISTS)[name]
+    case |= {"dropout": False, "half": False, "apart": False, "strided": False, "without": ""} | (CASES | TENSORS | LISTS)[name]
+    if case["apart"]:
+        monkeypatch.setattr(backward_launch, "APART_FROM", 70)
     inputs = helpers.make_inputs(
         2, case["seqlen_q"], case["seqlen_k"], 4, case["kv_heads"], case["dim"], case["dim_v"] or case["dim"], dtype=torch.float16
     )
@@ -297,6 +344,7 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
         expected = "" if StandIn.bias is None else "stored" if own and case["half"] else "added" if not (own or case["ordered"]) else ""
         assert bias_gradient == expected
         variant = backward_launch.variant_of(t, r, slope_gradient, bias_gradient)
+        assert variant.apart == (case["apart"] and not case["ordered"])
         return backward_launch.BackwardProgram(variant, 0, StandIn(variant))
 
     monkeypatch.setattr(backward_launch, "program_for", program_for)
@@ -317,6 +365,11 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
     monkeypatch.setattr(backward_launch.Lists, "of_keys", remember_lists)
     monkeypatch.setattr(torch.Tensor, "new_empty", remember_turns)
     grads = {n: torch.full_like(x, float("nan")) for n, x in heads_first.items()}
+    if case["strided"]:
+        grads["k"] = grads["k"].repeat_interleave(2, 3)[..., ::2]
+        grads["v"] = grads["v"].repeat_interleave(2, 2)[:, :, ::2]
+    if case["without"]:
+        del grads[case["without"]]
     dsink = torch.full((4,), float("nan")) if case["sink"] else None
     dbias = None if StandIn.bias is None else torch.full_like(StandIn.bias, float("nan"))
     with np.errstate(all="ignore"):
@@ -325,7 +378,7 @@ def test_gradients_with_the_large_kernel_replaced(name, monkeypatch):
             r,
             Saved(out.half().transpose(1, 2), lse.float()),
             Cotangents(None if case["dout"] == "none" else dout.transpose(1, 2), dlse),
-            Gradients(grads["q"], grads["k"], grads["v"], dbias=dbias, dsink=dsink),
+            Gradients(grads["q"], grads.get("k"), grads.get("v"), dbias=dbias, dsink=dsink),
         )
     for n, got in grads.items():
         want = exact.grads[n].transpose(1, 2)

@@ -41,6 +41,7 @@ SAMPLE = {
     "d64 bias with its gradient": variant(64, bias="tma", bias_gradient="added", heads_first=True),
     "d128 lists": variant(128, listed=True, log2_list=1),
     "d64 dropout": variant(64, dropout=True),
+    "d128 causal, tiles apart": variant(128, right=True, apart=True),
 }
 REST = {
     "d64 causal": variant(64, right=True),
@@ -107,6 +108,17 @@ REST = {
     "d128 packed causal dropout": variant(128, right=True, dropout=True, **PACKED),
     "d128 everything and dropout": variant(128, dropout=True, **EVERYTHING),
     "d256 causal dropout": variant(256, right=True, dropout=True),
+    "d64 causal, tiles apart": variant(64, right=True, apart=True),
+    "d64 full, tiles apart": variant(64, apart=True),
+    "d64 lengths, tiles apart": variant(64, right=True, apart=True, **LENGTHS),
+    "d128 fp16, tiles apart": variant(128, dtype="fp16", apart=True),
+    "d128 window, tiles apart": variant(128, right=True, left=True, hidden_keys=True, apart=True),
+    "d128 alibi with its gradient, tiles apart": variant(128, right=True, alibi=True, slope_gradient=True, apart=True),
+    "d128 causal dropout, tiles apart": variant(128, right=True, dropout=True, apart=True),
+    "d128 everything, tiles apart": variant(128, **{**EVERYTHING, "ordered": False}, apart=True),
+    "d192/128 causal, tiles apart": variant(192, 128, right=True, apart=True),
+    "d256 causal, tiles apart": variant(256, right=True, apart=True),
+    "d256 lengths, tiles apart": variant(256, right=True, apart=True, **LENGTHS),
 }
 # Bytes of spill stores, and instructions of the loop over query blocks that reload or save a register: these may not grow. Outside the
 # loop each value costs once a tile of keys.
@@ -152,6 +164,13 @@ SPILLS = {
     "d128 packed causal dropout": (108, 19),
     "d128 everything and dropout": (992, 372),
     "d256 causal dropout": (64, 4),
+    "d64 causal, tiles apart": (64, 16),
+    "d64 full, tiles apart": (64, 11),
+    "d64 lengths, tiles apart": (108, 25),
+    "d128 alibi with its gradient, tiles apart": (208, 50),
+    "d128 causal dropout, tiles apart": (64, 7),
+    "d128 everything, tiles apart": (508, 193),
+    "d256 lengths, tiles apart": (64, 7),
 }
 
 
@@ -170,6 +189,10 @@ def check(name: str, v: BackwardVariant) -> None:
     if v.bias_gradient == "added":
         vectors = sum("REDG.E.ADD.F32x4" in line for line in body)
         assert vectors == v.block_m * v.block_n // (32 * WARPS * 4), "dS leaves in other than vectors of four"
+    if v.apart:
+        assert not any("REDG.E" in line for line in body)
+        vectors = sum("REDG.E.ADD.F32x4" in line for line in listing.splitlines())
+        assert vectors == v.key_numbers // (32 * WARPS * 4), "dK and dV leave in other than vectors of four, or more than once"
     if not (v.softcap or v.share_p):
         share = v.block_m * v.block_n // (32 * WARPS)  # of P, a thread
         assert exponentials_between_waits(body) >= share // 2, "ptxas moved the exponentials out from under the dP product"

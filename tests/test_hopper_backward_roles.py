@@ -83,6 +83,7 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
     scope = {
         **vars(backward_transfers),
         **{name: _FOUND[name] for name in ("find_keys", "row_of", "first_key_block", "outer_visits", "inner_visits", "visited")},
+        "key_coordinates": _FOUND["key_coordinates"],
         "gl": types.SimpleNamespace(**{**vars(_GL), "program_id": lambda _: program}),
         "shared_address": lambda *_: 0,
         "phase_of": lambda count, stages: count // stages & 1,
@@ -94,7 +95,6 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
         "tma_store_wait": lambda _: None,
         "arrive_each_warp": lambda address: bars.change(address // 8, arrivals=1),
         "query_coordinates": lambda c, tile, head, block: ("rows", tile.batch, head, block),
-        "key_coordinates": lambda _, tile: ("keys", tile.batch, tile.head_k, tile.block),
     }
     for name in ("load_tiles", "dq_coordinates", "add_queries"):
         scope[name] = types.FunctionType(getattr(backward_transfers, name).fn.__code__, scope, name)
@@ -102,7 +102,7 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
     def compute() -> None:
         """What `backward_pass.compute` waits for and gives back, in its order."""
         tile = _FOUND["find_keys"](c, p, program)
-        keys = ("keys", tile.batch, tile.head_k, tile.block)
+        keys = (tile.batch, tile.head_k // p.sharing, tile.key, 0)
         for count, (head, block) in enumerate(visits(c, p, tile)):
             row = _FOUND["row_of"](c, p, tile, head, block)
             stage, do_stage = count % c.stages, count % c.do_stages
@@ -151,19 +151,25 @@ def visits(c: BackwardVariant, p: types.SimpleNamespace, tile: Any) -> list[tupl
     return list(itertools.product(heads, blocks))
 
 
-@pytest.mark.parametrize("tile, terms", [("64", {}), ("128", {}), ("128", {"alibi": True})], ids=["d64", "d128", "heads apart"])
+@pytest.mark.parametrize(
+    "tile, terms",
+    [("64", {}), ("128", {}), ("128", {"alibi": True}), ("64", {"apart": True}), ("128", {"apart": True, "alibi": True})],
+    ids=["d64", "d128", "heads apart", "tiles apart", "tiles apart, a loop over one head"],
+)
 def test_roles_agree_over_all_visits_of_a_tile(tile, terms):
     rng = random.Random(3)
     for group, seqlen_q, _ in itertools.product((1, 2, 3), (1, 200, 513), range(2)):
         batch, heads_k, seqlen_k, right = rng.randint(2, 3), rng.randint(1, 3), rng.choice([60, 300, 640]), rng.choice([-1, 0, 90])
-        grouped = group > 1
+        sharing = group if terms.get("apart") else 1
+        heads_k, group = heads_k * sharing, group // sharing
+        grouped = group > 1 or (sharing > 1 and "alibi" in terms)
         c = BackwardVariant(TILES[tile], "bf16", 128 if tile == "128" else 64, 64, right=right >= 0, grouped=grouped, **terms)
         assert c.heads_inside == (grouped and not terms)
         key_tiles = -(-seqlen_k // c.block_n)
         p = types.SimpleNamespace(
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k, group=group, records_ptr=None, head_group=rng.choice([1, 2, 5]),
-            batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m, key_tiles=key_tiles, window_left=-1,
-            window_right=right,
+            seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k, group=group, sharing=sharing, records_ptr=None,
+            head_group=rng.choice([1, 2, 5]), batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m,
+            key_tiles=key_tiles, window_left=-1, window_right=right,
         )  # fmt: skip
         for program in range(key_tiles * batch * heads_k):
             first, second = simulate(c, p, program)

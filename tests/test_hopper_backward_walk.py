@@ -20,7 +20,7 @@ _FIELDS = "batch sequence head_k block key keys_end rows_end shift last_block bl
 _Tile = namedtuple("_Tile", _FIELDS)
 _FOUND: dict = {}
 _NAMES = ("find_keys", "seen_rows", "seen_keys", "plain_blocks", "first_key_block", "is_cut", "row_of", "lists_of", "blocks_of_head")
-_NAMES += ("outer_visits", "inner_visits", "visited", "bias_place")
+_NAMES += ("outer_visits", "inner_visits", "visited", "bias_place", "key_coordinates", "key_sums_place")
 for _name in (*_NAMES, "listed_block"):
     _body = getattr(walk if _name == "listed_block" else backward_walk, _name).fn
     _globals = {
@@ -112,6 +112,39 @@ def test_hidden_rows_and_keys_are_exactly_those_that_nothing_sees(tile):
         for j in {0, length_k - 1, keys[0] - 1, keys[0], keys[1] - 1} & set(range(length_k)):
             seen = any(_visible(i, j, left, right, length_q, length_k) for i in range(length_q))
             assert seen == (keys[0] <= j < keys[1])
+
+
+@pytest.mark.parametrize("tile, terms", [("64", {}), ("128", {"alibi": True, "grouped": True}), ("256", {})], ids=["64", "alibi", "256"])
+def test_tiles_apart_are_those_of_calls_without_groups(tile, terms):
+    """Each tile of keys once for every query head, in the order of as many key heads, with the keys and sums of the shared head."""
+    batch, heads_k, sharing, seqlen_q, seqlen_k = 2, 3, 4, 300, 640
+    c = BackwardVariant(TILES[tile], "bf16", 64, 64, right=True, apart=True, **terms)
+    key_tiles, heads = -(-seqlen_k // c.block_n), heads_k * sharing
+    p = types.SimpleNamespace(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads, group=1, sharing=sharing, records_ptr=None, key_sums_ptr=0, head_group=5,
+        batch_heads=batch * heads, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m, key_tiles=_Int(key_tiles), window_left=-1,
+        window_right=0,
+    )  # fmt: skip
+    alone = BackwardVariant(TILES[tile], "bf16", 64, 64, right=True, **terms)
+    visits, sums = [], defaultdict(list)
+    for number in range(key_tiles * batch * heads):
+        t = _FOUND["find_keys"](c, p, number)
+        assert t == _FOUND["find_keys"](alone, p, number)
+        for outer in range(_FOUND["outer_visits"](c, p, t)):
+            for inner in range(_FOUND["inner_visits"](c, p, t, outer)):
+                head, block = _FOUND["visited"](c, p, t, outer, inner)
+                visits.append((t.batch, head, t.block, block))
+        assert _FOUND["key_coordinates"](c, p, t) == (t.batch, t.head_k // sharing, t.key, 0)
+        sums[_FOUND["key_sums_place"](c, p, t)].append((t.batch, t.head_k // sharing, t.block))
+    first_rows = [max(0, block * c.block_n - (seqlen_k - seqlen_q)) for block in range(key_tiles)]
+    assert sorted(visits) == [
+        (b, head, key_block, block)
+        for b, head, key_block in itertools.product(range(batch), range(heads), range(key_tiles))
+        for block in range(first_rows[key_block] // c.block_m, -(-seqlen_q // c.block_m))
+    ]
+    assert sorted(sums) == [number * c.key_numbers for number in range(batch * heads_k * key_tiles)]
+    assert all(len(owners) == sharing and len(set(owners)) == 1 for owners in sums.values())
+    assert len({owners[0] for owners in sums.values()}) == len(sums)
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

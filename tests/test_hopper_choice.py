@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from tilewise import masks, plan
 from tilewise.block_mask import BlockMask
 from tilewise.kernels import hopper
+from tilewise.kernels.hopper import backward_launch
 from tilewise.plan import Operands, Request, Rules, Target
 
 H200 = Target("cuda", (9, 0), "NVIDIA H200")
@@ -116,3 +117,43 @@ def test_a_tensor_goes_with_both_passes(name: str) -> None:
     call = replace(Operands(meta(), meta(), meta()), **{name: tensor}), Rules(0.1)
     assert plan.select(*call, target=H200).backend == "hopper"
     assert plan.select(*call, request=BACKWARD, target=H200).backend == "hopper"
+
+
+def grouped(seqlen_q: int, seqlen_k: int, head_dim: int = 128, **changes: Any) -> Operands:
+    return replace(Operands(meta(seqlen_q, 6, head_dim), meta(seqlen_k, 2, head_dim), meta(seqlen_k, 2, head_dim)), **changes)
+
+
+LENGTHS = torch.empty(1, dtype=torch.int32, device="meta")
+APART: dict[str, tuple[Operands, dict[str, Any], bool]] = {
+    "full": (grouped(2048, 2048), {}, True),
+    "causal": (grouped(2049, 2048, 64), {"window_right": 0}, True),
+    "window": (grouped(4096, 4096, 256), {"window_left": 100, "window_right": 0}, True),
+    "lengths, softcap": (grouped(4096, 4096, seqused_q=LENGTHS, seqused_k=LENGTHS), {"softcap": 3.0}, True),
+    "slopes, sink, dropout": (
+        grouped(2048, 9999, alibi_slopes=torch.empty(1, 6, device="meta"), sink=torch.empty(6), dropout_seed=torch.tensor(1)),
+        {"dropout_p": 0.1},
+        True,
+    ),
+    "few queries": (grouped(2047, 4096), {}, False),
+    "few keys": (grouped(4096, 2047), {}, False),
+    "a fixed order": (grouped(4096, 4096), {"deterministic": True}, False),
+    "a head each": (replace(grouped(4096, 4096), k=meta(4096, 6), v=meta(4096, 6)), {}, False),
+    "a mask": (grouped(4096, 4096, mask=torch.empty(1, 1, 4096, 4096, dtype=torch.bool, device="meta")), {}, False),
+    "packed": (grouped(4096, 4096, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_query_heads_that_share_keys_have_tiles_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And dQ is then added as where no heads share keys. Their sums of dK and dV are memory that is told."""
+    t, rules, apart = APART[name]
+    r = Rules(0.1, **rules)
+    v = backward_launch.variant_of(t, r)
+    assert v.apart == apart == ("each query head has its own" in hopper.describe(t, r, BACKWARD, H200))
+    assert v.ordered == r.deterministic and (not apart or v.grouped == v.alibi)
+    told = hopper.workspace_bytes(t, r, BACKWARD, H200)
+    monkeypatch.setattr(backward_launch, "APART_FROM", 1 << 30)
+    tiles = -(-t.k.shape[2] // v.block_n)
+    alone = backward_launch.variant_of(t, r)
+    turns = 4 * alone.dq_parts * 6 * backward_launch.row_blocks_of(t, v.block_m) if alone.ordered and not v.ordered else 0
+    assert told - hopper.workspace_bytes(t, r, BACKWARD, H200) == apart * 4 * 2 * tiles * v.block_n * (v.dim + v.dim_v) - turns

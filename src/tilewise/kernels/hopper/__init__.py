@@ -202,7 +202,8 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
         if t.bias is not None and "bias" in request.needs:
             where = {"added": "added up in float32 beside them", "stored": "stored beside them", "": "computed by the portable kernels"}
             copied += f"; the gradient of the bias is {where[bias_gradient_of(t, r)]}"
-        return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{copied}"
+        rest = "; each query head has its own, whose dk and dv are added up in float32" if v.apart else copied
+        return f"tiles of {v.block_m} x {v.block_n}, 2 computing warp groups, a loading and two adding warps, {v.stages} stages{rest}"
     from .configs import ROWS
     from .launch import tile_of
     from .parts import cut_of, multiprocessors_of
@@ -218,8 +219,8 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 
 def workspace_bytes(t: Operands, r: Rules, request: Request, target: Target) -> int:
     """Device memory that a pass takes beside its results and what the forward pass saved: forward, the state of parts where few tiles are
-    cut; backward, dQ in float32 and two numbers a query; with a bias or mask also copies, forward of V, backward of all that is read; see
-    `values_are_copied`."""
+    cut; backward, dQ in float32 and two numbers a query, and dK and dV where query heads that share keys have tiles of their own; with a
+    bias or mask also copies, forward of V, backward of all that is read; see `values_are_copied`."""
     if request.backward:
         from .backward_launch import workspace_bytes
 

@@ -35,6 +35,7 @@ def signature(variant: BackwardVariant, slopes: str) -> dict[str, str]:
         "seed_ptr": "*i64",
         "keep_scale": "fp32",
         "turns_ptr": "*i32",
+        "key_sums_ptr": "*fp32",
         "records_ptr": "*i32",
         "partial_ptr": "*i32",
         "full_ptr": "*i32",

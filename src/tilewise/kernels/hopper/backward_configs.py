@@ -40,6 +40,7 @@ class BackwardVariant:
     hidden_keys: bool = False  # some key of a visited tile may be seen by no query: its K and V are cleared
     hidden_rows: bool = False  # some query of a visited tile may see no key or lie beyond its length: its Q and dO are cleared
     grouped: bool = False  # there is a loop over the query heads that share a key head
+    apart: bool = False  # each of them has tiles of its own instead, whose dK and dV are added up in memory
     softcap: bool = False
     alibi: bool = False
     slope_gradient: bool = False
@@ -74,6 +75,11 @@ class BackwardVariant:
         head brings terms of its own.
         """
         return self.grouped and not (self.listed or self.alibi or self.dropout)
+
+    @property
+    def key_numbers(self) -> int:
+        """Of dK and dV of a tile: dK comes first where they are added up."""
+        return self.block_n * (self.dim + self.dim_v)
 
     @property
     def early_dbias(self) -> bool:

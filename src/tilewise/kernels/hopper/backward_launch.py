@@ -1,11 +1,11 @@
 """From a call's backward pass to its launches: the variant that serves it, its compiled kernel, descriptors and workspace.
 
-Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`. Before, packed sequences are scheduled and what their tiles add to is
-cleared (`clear_ends`), and tiles with lists are put into an order (`list_records`). With a bias the portable `row_terms` takes the place of
-the first. `bias_gradient_of` says whether `attention_backward` stores the gradient of a bias, or leaves it as sums (`backward_bias`); else
-portable kernels compute it.
-The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, and with a
-bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
+Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`, and `finish_keys` where query heads that share keys have tiles of
+their own. Before, packed sequences are scheduled and what their tiles add to is cleared (`clear_ends`), and tiles with lists are put into
+an order (`list_records`). With a bias the portable `row_terms` takes the place of the first. `bias_gradient_of` says whether
+`attention_backward` stores the gradient of a bias, or leaves it as sums (`backward_bias`); else portable kernels compute it.
+The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, dK and dV in
+float32 where tiles are apart, and with a bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..triton.launching import Descriptor
 from . import bias_gradient_of, sizes_used, tma_refusal
 from .backward_bias import BiasSums, sums_of
 from .backward_configs import TILES, BackwardVariant, columns, tile_name
-from .backward_rows import clear_ends, finish_queries, prepare_rows
+from .backward_rows import CLEARED, KEYS, clear_ends, finish_keys, finish_queries, prepare_rows
 from .hidden import finite_copy
 from .launch import (
     L2_BYTES,
@@ -37,9 +37,10 @@ from .launch import (
     multiprocessors,
 )
 
-APART = 4  # tiles of one key head that start together where more would be in each other's way
+TOGETHER = 4  # tiles of one key head that start together where more would be in each other's way
+APART_FROM = 2048  # queries and keys from which query heads that share keys have tiles of their own
 ORDER_TO = 1024  # keys up to which adding dQ in order is faster than clearing its accumulator
-GROUPED_ORDER_TO = 4096  # likewise, where query heads share keys
+GROUPED_ORDER_TO = 4096  # likewise, where query heads share tiles
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
 
@@ -65,16 +66,29 @@ def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     return kernel, address
 
 
+def described(t: Operands) -> bool:
+    """Whether more than rules and lengths says what is visible, or how much."""
+    return t.cu_seqlens_q is not None or t.blocks is not None or t.bias is not None or t.mask is not None
+
+
+def tiles_apart(t: Operands, r: Rules) -> bool:
+    """Whether query heads that share keys have tiles of their own, which add to dK and dV in any order: where neither queries nor keys are
+    few. Tiles for all of them would be so long there that they drift apart and meet no more in the L2 cache; and where queries are few,
+    they would mostly add.
+    """
+    grouped = t.q.shape[1] > t.k.shape[1]
+    return grouped and min(t.q.shape[2], t.k.shape[2]) >= APART_FROM and not (r.deterministic or described(t))
+
+
 def in_order(t: Operands, r: Rules) -> bool:
     """Whether dQ is added in a fixed order: where that is asked for, and where it is faster (docs/hopper-backward.md). The first addition
     stores then, so that nothing is cleared before, and tiles of short or grouped calls wait little for one another.
     """
     dim, seqlen_k = max(t.q.shape[3], t.v.shape[3]), t.k.shape[2]
-    described = t.cu_seqlens_q is not None or t.blocks is not None or t.bias is not None or t.mask is not None
-    if r.deterministic or described or dim > 128:
+    if r.deterministic or described(t) or dim > 128:
         return r.deterministic
     causal = r.window_right >= 0
-    if t.q.shape[1] > t.k.shape[1]:
+    if t.q.shape[1] > t.k.shape[1] and not tiles_apart(t, r):
         return causal and dim > 64 and seqlen_k <= GROUPED_ORDER_TO
     return seqlen_k <= ORDER_TO and not (causal and dim > 64)
 
@@ -113,7 +127,8 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradien
         alibi=t.alibi_slopes is not None,
         slope_gradient=slope_gradient,
         # With a loop over the heads, be it over one, ptxas keeps ALiBi's values in uniform registers.
-        grouped=t.q.shape[1] > t.k.shape[1] or t.alibi_slopes is not None,
+        grouped=(t.q.shape[1] > t.k.shape[1] and not tiles_apart(t, r)) or t.alibi_slopes is not None,
+        apart=tiles_apart(t, r),
         ordered=in_order(t, r),
         packed=packed_rows,
         listed=t.blocks is not None,
@@ -151,6 +166,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: str)
         None if slopes is None else slopes.dtype,
         slope_gradient,
         t.q.shape[1] > t.k.shape[1],
+        tiles_apart(t, r),
         in_order(t, r),
         form_of(t.bias),
         None if t.bias is None else t.bias.dtype,
@@ -185,18 +201,24 @@ def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
     copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
     copied = copies + 4 * rows * bool(variant.bias) if variant.bias or variant.mask else 0
     turns = 4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0
-    return rows * (4 * variant.dim + 8) + turns + copied + 4 * sums_of(t, variant, row_blocks)
+    sums = sums_of(t, variant, row_blocks) + key_sums_of(t, variant)
+    return rows * (4 * variant.dim + 8) + turns + copied + 4 * sums
 
 
-def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, apart: bool) -> int:
+def key_sums_of(t: Operands, variant: BackwardVariant) -> int:
+    """How many numbers dK and dV are added up in."""
+    return t.k.shape[0] * t.k.shape[1] * -(-t.k.shape[2] // variant.block_n) * variant.key_numbers if variant.apart else 0
+
+
+def head_group(heads: int, bytes_per_head: int, key_tiles: int, multiprocessors: int, few: bool) -> int:
     """How many key heads are worked on together: as many as can have their Q, dO and float32 dQ in the L2 cache, and at least so many that
-    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. `apart`: so many that few tiles
+    each multiprocessor has a tile, or else the longest tiles of the last heads start when the others end. `few`: so many that few tiles
     of one head start together, which would wait for one another (dQ added in order), or leave few long tiles to the end (grouped heads).
 
     >>> head_group(16, 2**24, 128, 132, False), head_group(8, 2**26, 64, 132, False), head_group(16, 2**24, 128, 132, True)
     (2, 3, 16)
     """
-    together = min(key_tiles, APART) if apart else key_tiles
+    together = min(key_tiles, TOGETHER) if few else key_tiles
     return max(1, min(heads, max(L2_BYTES // bytes_per_head, -(-multiprocessors // together))))
 
 
@@ -209,6 +231,20 @@ def sum_of_keys(partial: Tensor, sequences: Tensor) -> Tensor:
     given = (partial, sequences, result, heads, 0, total, 1)
     run(packed.sum_rows, result.numel(), *given, KEYS=True, KEEP=False, BLOCK=packed.BLOCK, num_warps=4)
     return result
+
+
+def finish_key_sums(sums: Tensor, t: Operands, r: Rules, variant: BackwardVariant, grads: Gradients) -> None:
+    """Fill dk and dv, those that are asked for, from what all query heads added up."""
+    batch, heads_k, seqlen_k, dim_v = t.v.shape
+    asked = [x for x in (grads.dk, grads.dv) if x is not None]
+    align, tiles = alignment(*asked), -(-seqlen_k // variant.block_n) * (variant.block_n // KEYS.value)
+    layouts = [(0, 0, 0, None) if x is None else strides(x, align) for x in (grads.dk, grads.dv)]
+    run(
+        finish_keys, tiles * batch * heads_k,
+        sums, grads.dk, grads.dv, r.softmax_scale, 1 / (1 - r.dropout_p), *layouts[0], *layouts[1], heads_k, seqlen_k, tiles,
+        ALIGN=align, DIM=t.k.shape[3], DIM_V=dim_v, SUMS=variant.dim, SUMS_V=variant.dim_v, BLOCK_N=variant.block_n,
+        SPLIT=2 // variant.tile.key_groups, num_warps=4,
+    )  # fmt: skip
 
 
 def _by_tma(x: Tensor) -> Tensor:
@@ -250,6 +286,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         dout_16 = dout_16.contiguous()
     acc = q.new_empty(rows, variant.dim, dtype=torch.float32)
     turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
+    key_sums = q.new_empty(key_sums_of(t, variant), dtype=torch.float32) if variant.apart else None
     dlse, align = cot.dlse, alignment(saved.out, dout)
     rest: Tensor | None = None
     if variant.bias:
@@ -263,16 +300,20 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
         sinks = None if grads.dsink is None else q.new_empty(batch, heads, row_tiles, dtype=torch.float32)
         run(
             prepare_rows, row_tiles * batch * heads,
-            saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, row_lse,
-            delta, sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()), heads,
-            seqlen_q, seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks, ALIGN=align, RIGHT=variant.right,
-            ACC=variant.dim, PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, LISTED=variant.listed, num_warps=4,
+            saved.out, dout, saved.lse, dlse, lengths_q, lengths_k, row_records, None if sinks is None else sink, acc, turns, key_sums,
+            row_lse, delta, sinks, *strides(saved.out, align), *strides(dout, align), *((0, 0, 0) if dlse is None else dlse.stride()),
+            heads, seqlen_q, seqlen_k, min(r.window_right, seqlen_q + seqlen_k), row_tiles, row_blocks,
+            0 if key_sums is None else key_sums.numel() // CLEARED.value, ALIGN=align, RIGHT=variant.right, ACC=variant.dim,
+            PARTS=variant.dq_parts, DIM_V=dim_v, BLOCK_M=variant.block_m, LISTED=variant.listed, num_warps=4,
         )  # fmt: skip
         if grads.dsink is not None and sinks is not None:
             grads.dsink.copy_(sinks.sum((0, 2)))
 
-    dk = k.new_empty(k.shape) if grads.dk is None else _by_tma(grads.dk)
-    dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
+    if variant.apart:  # the kernel stores neither, and its descriptors may be those of anything
+        dk, dv = k, v
+    else:
+        dk = k.new_empty(k.shape) if grads.dk is None else _by_tma(grads.dk)
+        dv = v.new_empty(v.shape) if grads.dv is None else _by_tma(grads.dv)
     if key_records is not None:
         aligned = alignment(dk, dv)
         run(
@@ -288,9 +329,11 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     pointer = delta.data_ptr()
     width = variant.dq_box[1] if variant.lanes else variant.dim
     records = key_records if lists is None else lists.records
-    processors, apart = multiprocessors(q.device.index), variant.ordered or heads > heads_k
+    sharing = heads // heads_k if variant.apart else 1
+    key_heads, group = heads_k * sharing, heads // heads_k // sharing  # as the kernel is to count them
+    processors, few = multiprocessors(q.device.index), variant.ordered or group > 1
     # Batch items of a head follow one another, or key heads of a batch item: the first items of all, then the rest.
-    items, others = (batch, heads_k) if variant.heads_first else (heads_k, batch)
+    items, others = (batch, key_heads) if variant.heads_first else (key_heads, batch)
     sums = BiasSums.of(t, variant, row_blocks, processors) if variant.bias_gradient == "added" else None
     dbias = grads.dbias if variant.bias_gradient == "stored" else None
     if dbias is not None and (r.window_left >= 0 or r.window_right >= 0 or lengths_q is not None or lengths_k is not None):
@@ -320,9 +363,9 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             r.softmax_scale,
             seqlen_q,
             seqlen_k,
-            heads_k,
-            heads // heads_k,
-            head_group(share * others, heads // heads_k * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, apart),
+            key_heads,
+            group,
+            head_group(share * others, group * seqlen_q * (6 * dim + 2 * dim_v), key_tiles, processors, few),
             share * others,
             row_blocks,
             key_tiles,
@@ -340,13 +383,18 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
             pointer if lists is None else lists.partial.data_ptr(),
             pointer if lists is None else lists.full.data_ptr(),
             *dropout_arguments(t, r, pointer),
+            sharing,
+            pointer if key_sums is None else key_sums.data_ptr(),
             variant,
             program.address,
         )
-    if grads.dk is not None and dk is not grads.dk:
-        grads.dk.copy_(dk)
-    if grads.dv is not None and dv is not grads.dv:
-        grads.dv.copy_(dv)
+    if key_sums is not None:
+        finish_key_sums(key_sums, t, r, variant, grads)
+    else:
+        if grads.dk is not None and dk is not grads.dk:
+            grads.dk.copy_(dk)
+        if grads.dv is not None and dv is not grads.dv:
+            grads.dv.copy_(dv)
     if grads.dalibi_slopes is not None and dslopes is not None:
         one_a_head = dslopes.sum(2) if sequences is None or grads.dalibi_slopes.shape[0] == 1 else sum_of_keys(dslopes, sequences)
         grads.dalibi_slopes.copy_(one_a_head.sum(0, keepdim=True) if grads.dalibi_slopes.shape[0] == 1 else one_a_head)

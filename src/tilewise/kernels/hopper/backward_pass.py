@@ -1,10 +1,10 @@
 """The Hopper backward kernel: five products a tile on wgmma, fed by TMA, one function a warp role.
 
 A CTA owns `block_n` keys of one key head. It keeps K and V in shared memory and dK and dV in registers, and walks the query blocks that
-see its keys, over all query heads that read them. Scores are recomputed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
-feed dV and dK as register operands; only dS passes through shared memory, for dQ = dS K, which leaves by TMA as float32 additions to
-memory. The split of the work is FlashAttention-3's (Shah et al. 2024, appendix B.2, after Dao 2023); `docs/hopper-backward.md` draws who
-waits for whom.
+see its keys, over all query heads that read them, or over one of these where each has tiles of its own (`apart`): dK and dV of such tiles
+are added up in memory. Scores are recomputed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T feed dV and dK as register
+operands; only dS passes through shared memory, for dQ = dS K, which leaves by TMA as float32 additions to memory. The split of the work
+is FlashAttention-3's (Shah et al. 2024, appendix B.2, after Dao 2023); `docs/hopper-backward.md` draws who waits for whom.
 
 Barriers (shared memory), with the one who arrives and the one who waits:
 
@@ -27,6 +27,7 @@ from .backward_walk import (
     inner_visits,
     is_cut,
     key_coordinates,
+    key_sums_place,
     outer_visits,
     plain_blocks,
     row_of,
@@ -311,6 +312,42 @@ def add_block(
 
 
 @jit
+def store_keys(C: gl.constexpr, p, desc, mem, tile, dk, dv):
+    """dK and dV leave in their own dtype. All products must be done in every warp: K and V make room for them."""
+    BLOCK_N: gl.constexpr = C.block_n
+    DIM: gl.constexpr = C.dim
+    DIM_V: gl.constexpr = C.dim_v
+    block_barrier()
+    dk = dk * p.out_scale
+    if C.dropout:
+        dv = dv * p.keep_scale
+    if C.packed:
+        # The rows of the next sequence: a NaN in this one's queries may have reached them.
+        dk = first_rows(dk, tile.rows_k - tile.key, 4 * C.tile.key_groups)
+        dv = first_rows(dv, tile.rows_k - tile.key, 4 * C.tile.key_groups)
+    mem.v.reshape([BLOCK_N, DIM_V]).store(dv.to(mem.v.dtype))
+    mem.k.reshape([BLOCK_N, DIM]).store(dk.to(mem.k.dtype))
+    fence_async_shared()
+    if (not C.packed) or tile.key + BLOCK_N <= tile.rows_k:
+        tma_store(desc.dv, key_coordinates(C, p, tile), mem.v)
+        tma_store(desc.dk, key_coordinates(C, p, tile), mem.k)
+    else:
+        # The box also covers keys of the next sequence, which other CTAs write: to these 0 is added, in memory and so at any time.
+        tma_reduce_add(desc.dv, key_coordinates(C, p, tile), mem.v)
+        tma_reduce_add(desc.dk, key_coordinates(C, p, tile), mem.k)
+    tma_store_wait(0)
+
+
+@jit
+def add_keys(C: gl.constexpr, p, tile, dk, dv):
+    """Add dK and dV to those of the other query heads that share the keys, unscaled; `backward_rows.finish_keys` follows."""
+    if tile.blocks > 0:
+        place = key_sums_place(C, p, tile)
+        add_in_memory(dk, place, tile.blocks * 0)
+        add_in_memory(dv, place + C.block_n * C.dim, tile.blocks * 0)
+
+
+@jit
 def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     """Both warp groups: each has its half of the keys, or of the columns, of S, dP, dK and dV, and its part of every block of dQ."""
     BLOCK_M: gl.constexpr = C.block_m
@@ -361,26 +398,10 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
     if C.dq_parts == 2:  # noqa: SIM102 (a constant branch around one on the device)
         if count > 0:
             hand_over(C, mem, base, 1, rest)
-    # All products are done in every warp: K and V make room for what leaves.
-    block_barrier()
-    dk = dk * p.out_scale
-    if C.dropout:
-        dv = dv * p.keep_scale
-    if C.packed:
-        # The rows of the next sequence: a NaN in this one's queries may have reached them.
-        dk = first_rows(dk, tile.rows_k - tile.key, 4 * GROUPS)
-        dv = first_rows(dv, tile.rows_k - tile.key, 4 * GROUPS)
-    mem.v.reshape([BLOCK_N, DIM_V]).store(dv.to(mem.v.dtype))
-    mem.k.reshape([BLOCK_N, DIM]).store(dk.to(mem.k.dtype))
-    fence_async_shared()
-    if (not C.packed) or tile.key + BLOCK_N <= tile.rows_k:
-        tma_store(desc.dv, key_coordinates(C, tile), mem.v)
-        tma_store(desc.dk, key_coordinates(C, tile), mem.k)
+    if C.apart:
+        add_keys(C, p, tile, dk, dv)
     else:
-        # The box also covers keys of the next sequence, which other CTAs write: to these 0 is added, in memory and so at any time.
-        tma_reduce_add(desc.dv, key_coordinates(C, tile), mem.v)
-        tma_reduce_add(desc.dk, key_coordinates(C, tile), mem.k)
-    tma_store_wait(0)
+        store_keys(C, p, desc, mem, tile, dk, dv)
 
 
 # ------------------------------------------------------------------------------------------------------------------- kernel
@@ -416,6 +437,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "stride_mask_m",
         "drop_below",
         "keep_scale",
+        "sharing",
     ],
     do_not_specialize_on_alignment=[
         "lengths_q_ptr",
@@ -430,6 +452,7 @@ def compute(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
         "dbias_ptr",
         "mask_ptr",
         "seed_ptr",
+        "key_sums_ptr",
     ],
 )
 def attention_backward(
@@ -486,10 +509,14 @@ def attention_backward(
     seed_ptr,
     drop_below,
     keep_scale,
+    sharing,
+    key_sums_ptr,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
-    """Grid: key tiles, for each key head of the batch. C is the `BackwardVariant`, A where the barriers lie in shared memory."""
+    """Grid: key tiles, for each key head of the batch, or for each query head where tiles are apart. C is the `BackwardVariant`, A where
+    the barriers lie in shared memory.
+    """
     STAGES: gl.constexpr = C.stages
     DO_STAGES: gl.constexpr = C.do_stages
     BLOCK_M: gl.constexpr = C.block_m
@@ -559,6 +586,8 @@ def attention_backward(
         seqlen_k,
         heads_k,
         group,
+        sharing,
+        key_sums_ptr,
         head_group,
         batch_heads,
         row_blocks,

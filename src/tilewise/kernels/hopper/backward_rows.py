@@ -1,4 +1,5 @@
-"""The small kernels around the Hopper backward kernel: what it must know of each query, and dQ as the caller wants it.
+"""The small kernels around the Hopper backward kernel: what it must know of each query, and dQ, and where tiles are apart dK and dV, as the
+caller wants them.
 
 Strides come in units of ALIGN elements, so that the compiler knows how wide it may read; an inner stride of 1 comes as None.
 
@@ -13,26 +14,28 @@ from ..triton.tiles import packed_tile
 
 # Columns are taken in chunks: wide enough for full memory transactions, few enough for the registers at head dim 256.
 CHUNK: tl.constexpr = tl.constexpr(64)
+CLEARED: tl.constexpr = tl.constexpr(4096)  # numbers at a time: 16 KB
+KEYS: tl.constexpr = tl.constexpr(64)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
-_RUNTIME = ["heads", "seqlen", "seqlen_k", "window_right", "tiles", "row_blocks", "stride_dlse_b", "stride_dlse_h", "stride_dlse_s"]
-_RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dq", "dk", "dv") for dim in "bhs"]
+_RUNTIME = ["heads", "seqlen", "seqlen_k", "window_right", "tiles", "row_blocks", "key_sums"]
+_RUNTIME += [f"stride_{x}_{dim}" for x in ("o", "do", "dlse", "dq", "dk", "dv") for dim in "bhs"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def prepare_rows(
     out_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr, records_ptr, sink_ptr,
-    acc_ptr, turns_ptr, row_lse_ptr, delta_ptr, sink_partial_ptr,
+    acc_ptr, turns_ptr, key_sums_ptr, row_lse_ptr, delta_ptr, sink_partial_ptr,
     stride_o_b: tl.int64, stride_o_h: tl.int64, stride_o_s: tl.int64, stride_o_d,
     stride_do_b: tl.int64, stride_do_h: tl.int64, stride_do_s: tl.int64, stride_do_d,
     stride_dlse_b: tl.int64, stride_dlse_h: tl.int64, stride_dlse_s: tl.int64,
-    heads, seqlen, seqlen_k, window_right, tiles, row_blocks,
+    heads, seqlen, seqlen_k, window_right, tiles, row_blocks, key_sums,
     ALIGN: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
     """delta = sum(out * dout) - dlse and the LSE in base 2, (B * Hq, row_blocks * BLOCK_M), both neutral for queries that see nothing. The
-    turns of dQ's blocks are set to 0, or without them its accumulator. One program BLOCK_M queries, of a packed sequence where there are
-    records.
+    turns of dQ's blocks are set to 0, or without them its accumulator; also the sums of dK and dV, `key_sums` times CLEARED numbers, which
+    the programs share. One program BLOCK_M queries, of a packed sequence where there are records.
 
     A sink's logit gains -exp(sink - lse) * delta from each query: it is a key whose value, and so whose dP, is zero.
     """
@@ -88,6 +91,11 @@ def prepare_rows(
         for first in tl.static_range(0, ACC, CHUNK):
             columns = (first + tl.arange(0, CHUNK))[None, :]
             tl.store(acc_ptr + padded[:, None] * ACC + columns, tl.zeros([BLOCK_M, CHUNK], tl.float32))
+    if key_sums_ptr is not None:
+        cleared_ptr = key_sums_ptr + tl.program_id(0).to(tl.int64) * CLEARED + tl.arange(0, CLEARED)
+        for _ in range(tl.program_id(0), key_sums, tl.num_programs(0)):
+            tl.store(cleared_ptr, tl.zeros([CLEARED], tl.float32))
+            cleared_ptr += tl.num_programs(0).to(tl.int64) * CLEARED
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -133,6 +141,53 @@ def finish_queries(
         visible = (first + columns < DIM) & (offs_m < rows)[:, None]
         offsets = (first + columns) * (1 if stride_dq_d is None else stride_dq_d)
         tl.store(target + offsets, (acc * scale).to(dq_ptr.dtype.element_ty), mask=visible)
+
+
+@triton.jit
+def _finish_sums(start, target_ptr, scale, stride_d, inside, DIM: tl.constexpr, SUMS: tl.constexpr, SPLIT: tl.constexpr):
+    """The gradient of KEYS keys, whose first element is at target_ptr [KEYS, 1], from the sums of a tile's SUMS columns.
+
+    They lie as `barriers.add_in_memory` adds what the threads hold: [warp of 16 keys, 8 columns, lane, 2 rows of 8 keys, 2 columns], where
+    four neighbouring lanes have 8 columns of the same keys. SPLIT warp groups share the columns, one behind the other.
+    """
+    WIDTH: tl.constexpr = SUMS // SPLIT  # columns of a warp
+    WIDE: tl.constexpr = CHUNK if WIDTH > CHUNK else WIDTH
+    numbers = tl.arange(0, KEYS * WIDE)
+    for first in tl.static_range(0, SUMS, WIDE):
+        of_group = first // WIDTH * KEYS * WIDTH + first % WIDTH * 16
+        x = tl.load(start + of_group + numbers // (16 * WIDE) * (16 * WIDTH) + numbers % (16 * WIDE))
+        x = tl.reshape(x, [KEYS // 16, WIDE // 8, 8, 4, 2, 2])
+        x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), [KEYS, WIDE])
+        columns = first + tl.arange(0, WIDE)[None, :]
+        offsets = columns * (1 if stride_d is None else stride_d)
+        tl.store(target_ptr + offsets, (x * scale).to(target_ptr.dtype.element_ty), mask=inside & (columns < DIM))
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def finish_keys(
+    sums_ptr, dk_ptr, dv_ptr, scale, scale_v,
+    stride_dk_b: tl.int64, stride_dk_h: tl.int64, stride_dk_s: tl.int64, stride_dk_d,
+    stride_dv_b: tl.int64, stride_dv_h: tl.int64, stride_dv_s: tl.int64, stride_dv_d,
+    heads, seqlen, tiles,
+    ALIGN: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SUMS: tl.constexpr, SUMS_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """dK = scale * its sums over query heads, dV likewise, in their own dtype and strides; either may be left out. One program KEYS keys
+    of a key head; sums of a tile of BLOCK_N keys are those of dK, SUMS columns, and then those of dV.
+    """
+    number, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    PARTS: tl.constexpr = BLOCK_N // KEYS  # of a tile, one behind the other, as warps are: 2 where SPLIT is 1
+    offs_n = number * KEYS + tl.arange(0, KEYS)
+    rows, inside = offs_n.to(tl.int64)[:, None], (offs_n < seqlen)[:, None]
+    start = sums_ptr + (bh * (tiles // PARTS) + number // PARTS).to(tl.int64) * (BLOCK_N * (SUMS + SUMS_V))
+    part = number % PARTS * KEYS
+    if dk_ptr is not None:
+        target_ptr = dk_ptr + (b * stride_dk_b + h * stride_dk_h + rows * stride_dk_s) * ALIGN
+        _finish_sums(start + part * SUMS, target_ptr, scale, stride_dk_d, inside, DIM, SUMS, SPLIT)
+    if dv_ptr is not None:
+        target_ptr = dv_ptr + (b * stride_dv_b + h * stride_dv_h + rows * stride_dv_s) * ALIGN
+        _finish_sums(start + BLOCK_N * SUMS + part * SUMS_V, target_ptr, scale_v, stride_dv_d, inside, DIM_V, SUMS_V, SPLIT)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)

@@ -150,7 +150,7 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             q_full = mem.barriers.index(C.q_full + stage)
             if count == 0:
                 expect_bytes(q_full, C.q_stage_bytes + C.k_bytes)
-                tma_load(desc.k, key_coordinates(C, tile), q_full, mem.k)
+                tma_load(desc.k, key_coordinates(C, p, tile), q_full, mem.k)
             else:
                 expect_bytes(q_full, C.q_stage_bytes)
             tma_load(desc.q, query_coordinates(C, tile, head, block), q_full, mem.q.index(stage))
@@ -168,7 +168,7 @@ def load_tiles(C: gl.constexpr, A: gl.constexpr, p, desc, mem):
             do_full = mem.barriers.index(C.do_full + do_stage)
             if count == 0:
                 expect_bytes(do_full, C.do_bytes + C.row_bytes + C.v_bytes)
-                tma_load(desc.v, key_coordinates(C, tile), do_full, mem.v)
+                tma_load(desc.v, key_coordinates(C, p, tile), do_full, mem.v)
             else:
                 expect_bytes(do_full, C.do_bytes + C.row_bytes)
             tma_load(desc.do, query_coordinates(C, tile, head, block), do_full, mem.do.index(do_stage))

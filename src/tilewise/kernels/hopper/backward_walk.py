@@ -31,8 +31,10 @@ class BackwardProblem:
     out_scale: gl.tensor  # of dK
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
-    heads_k: gl.tensor
-    group: gl.tensor  # query heads a key head serves
+    heads_k: gl.tensor  # key heads; where tiles are apart, every query head counts as one
+    group: gl.tensor  # query heads a key head serves; 1 where tiles are apart
+    sharing: gl.tensor  # where tiles are apart: query heads that share keys
+    key_sums_ptr: gl.tensor  # float32: see `key_sums_place`
     head_group: gl.tensor  # key heads that are worked on together
     batch_heads: gl.tensor  # key heads of the batch
     row_blocks: gl.tensor  # blocks of dQ, LSE and delta of one head, which are padded to whole blocks
@@ -69,6 +71,8 @@ class BackwardProblem:
         seqlen_k,
         heads_k,
         group,
+        sharing,
+        key_sums_ptr,
         head_group,
         batch_heads,
         row_blocks,
@@ -102,6 +106,8 @@ class BackwardProblem:
         self.seqlen_k = seqlen_k
         self.heads_k = heads_k
         self.group = group
+        self.sharing = sharing
+        self.key_sums_ptr = key_sums_ptr
         self.head_group = head_group
         self.batch_heads = batch_heads
         self.row_blocks = row_blocks
@@ -122,14 +128,15 @@ class BackwardProblem:
 
 @aggregate
 class KeyTile:
-    """`block_n` keys of one key head, and the query blocks that see them, from `last_block` down. Keys, queries and blocks are counted
-    inside a sequence; those of packed ones start at `first_k`, `first_q` and `first_block` of the whole row, those of a batch item at 0.
-    Where query blocks stand in lists, each query head has its own (`listed_blocks`), and `blocks` are those of all that share the keys.
+    """`block_n` keys of one key head, for all query heads that share it or for one of them, and the query blocks that see them, from
+    `last_block` down. Keys, queries and blocks are counted inside a sequence; those of packed ones start at `first_k`, `first_q` and
+    `first_block` of the whole row, those of a batch item at 0. Where query blocks stand in lists, each query head has its own
+    (`listed_blocks`), and `blocks` are those of all that share the keys.
     """
 
     batch: gl.tensor  # 0 for packed sequences, which are one item
     sequence: gl.tensor  # what has slopes of its own: the batch item or the packed sequence
-    head_k: gl.tensor
+    head_k: gl.tensor  # where tiles are apart, the query head; see `BackwardProblem`
     block: gl.tensor
     key: gl.tensor  # the first one
     keys_end: gl.tensor  # keys from here on are masked
@@ -310,9 +317,21 @@ def query_coordinates(C: gl.constexpr, tile, head, block):
 
 
 @jit
-def key_coordinates(C: gl.constexpr, tile):
+def key_coordinates(C: gl.constexpr, p, tile):
     """Where the keys start in K, V, dK and dV, as (batch, head, row, column)."""
-    return tile.batch, tile.head_k, tile.first_k + tile.key, 0
+    head_k = tile.head_k
+    if C.apart:
+        head_k = divide(head_k, p.sharing)
+    return tile.batch, head_k, tile.first_k + tile.key, 0
+
+
+@jit
+def key_sums_place(C: gl.constexpr, p, tile):
+    """Where dK of all query heads that share the keys of a tile is added up, as the threads hold it (`barriers.add_in_memory`); dV's
+    sums follow.
+    """
+    owner = divide(tile.batch * p.heads_k + tile.head_k, p.sharing)  # of all key heads of the batch
+    return p.key_sums_ptr + (owner * p.key_tiles + tile.block).to(gl.int64) * C.key_numbers
 
 
 @jit
