@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,12 +261,11 @@ def test_a_launcher_is_made_while_its_kernel_compiles(monkeypatch: pytest.Monkey
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(done))
     monkeypatch.setattr(triton.runtime.driver, "_default", Driver(done))
 
-    class Source:
-        signature = {"q": "tensordesc<bf16[1, 1, 64, 64],...>", "lse": "*fp32", "k": "tensordesc<bf16[1, 1, 64, 64],...>", "n": "i32"}
-
-    with meanwhile.launcher_made(Source):
+    tile = "tensordesc<bf16[1, 1, 64, 64],...>"
+    source = SimpleNamespace(signature={"q": tile, "lse": "*fp32", "k": tile, "n": "i32"})
+    with meanwhile.launcher_made(source):
         done.append("compiled")
-    assert done == ["compiled", (Source, 2, 0)]
+    assert done == ["compiled", (source, 2, 0)]
 
 
 def test_what_cannot_be_made_ahead_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def start(kernel: Any, programs: int, *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def compiler_made() -> Iterator[None]:
-    """What Triton does once before a process compiles, while the caller does something else: hash its compiler, which mostly reads, and make
-    its driver, on 3.6 a library that it compiles from C."""
+    """What Triton does once before a process compiles, while the caller does something else: hash its compiler, which mostly reads, and
+    make its driver, on 3.6 a library that it compiles from C."""
     threads = [_begun(_hash, "tilewise compiler hash"), _begun(_make_driver, "tilewise driver")]
     try:
         yield
