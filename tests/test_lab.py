@@ -507,6 +507,23 @@ def test_gpu_part_of_the_page_reads_the_gpu_rows(lab_docs):
     assert "N^2.00 (standard" in text and "| FlashAttention-2 order | bwd | 8192 | 128 |" in text
 
 
+def test_sweeps_of_the_page_read_the_gpu_rows(lab_docs):
+    assert lab_docs.tile_sweep([]) == lab_docs.density_sweep([]) == lab_docs.head_dim_sweep([]) == ""
+    rows = []
+    for point in sweeps.gpu_points():
+        row = point.row() | {"device": "some GPU", "dtype": "bfloat16", "status": "ok", "ms": 3.0, "roofline_ms": 0.5}
+        rows.append(row | {"predicted_bytes": 2048, "predicted_device_bytes": 1024, "l2_ratio": 0.84, "device_ratio": 0.98})
+        if (point.experiment, point.d, point.block_n) == ("headdim", 512, 64) and point.algorithm == "fa2":
+            rows[-1] |= {"status": "unsupported", "ms": None}
+    assert "| FlashAttention-2 order | 16 × 16 | 2.0 KiB | 0.84 | 1.0 KiB | 0.98 | 3.000 | 0.500 |" in lab_docs.tile_sweep(rows)
+    assert "| block-sparse | 0.0625 | 2.0 KiB |" in lab_docs.density_sweep(rows)
+    wide = lab_docs.head_dim_sweep(rows)
+    assert wide.startswith("N = 2048, bfloat16, some GPU:") and "| FlashAttention-2 order | 512 | 64 × 64 | does not fit |" in wide
+    for row in rows:  # without a profiler: predictions and times alone
+        row.pop("l2_ratio"), row.pop("device_ratio")
+    assert "| block-sparse | 1 | 2.0 KiB |  | 1.0 KiB |  | 3.000 | 0.500 |" in lab_docs.density_sweep(rows)
+
+
 def test_every_picture_of_the_page_exists_and_every_picture_is_shown(lab_docs):
     linked = set(re.findall(r"\(figures/(lab-[\w-]+\.svg)\)", lab_docs.PAGE.read_text()))
     assert linked == {path.name for path in (ROOT / "docs" / "figures").glob("lab-*.svg")}
