@@ -1,6 +1,6 @@
 """Rewrites what is generated in docs/lab.md from committed results files: tables, figures, and the notebook made from the page.
 
-python -m tilewise.lab --out benchmarks/results/lab-cpu.jsonl              # counts, a minute on a CPU (start from an empty file)
+python -m tilewise.lab --device cpu --out benchmarks/results/lab-cpu.jsonl # counts, a minute on a CPU (start from an empty file)
 python -m tilewise.lab.resources --out benchmarks/results/lab-cpu.jsonl    # head dimensions, needs Triton
 python scripts/lab_docs.py
 """
