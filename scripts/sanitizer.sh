@@ -51,7 +51,7 @@ fi
 # In the PATH, a CUDA toolkit, or a wheel of it beside torch.
 packages=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" 2>/dev/null)
 export sanitizer=${SANITIZER:-$(command -v compute-sanitizer || find /usr/local/cuda*/bin /usr/local/cuda*/compute-sanitizer /opt/cuda*/bin \
-  ${packages:+"$packages"/nvidia*} -name compute-sanitizer -type f -perm -u+x 2>/dev/null | sort | tail -n 1)}
+  ${packages:+"$packages"/nvidia*} -name compute-sanitizer \( -type f -o -type l \) 2>/dev/null | sort | tail -n 1)}
 if [[ -z $sanitizer || ! -x $sanitizer ]]; then
   echo "compute-sanitizer is not here${SANITIZER:+: $SANITIZER}: neither in the PATH nor in /usr/local/cuda or a wheel beside torch. It comes with the" \
     "CUDA toolkit; SANITIZER=/path/to/compute-sanitizer names one."
