@@ -188,7 +188,7 @@ OF_THEIR_OWN = {
     ),
     "128, slices of packed rows": lambda: {name: restride(x, "slice of packed") for name, x in qkv(1, 2111, 2048, 8, 1, 128).items()},
     "128, window, lengths": lambda: {
-        **qkv(3, 2100, 2300, 4, 2, 128, dtype=torch.float16),
+        **qkv(3, 2100, 2300, 2, 1, 128, dtype=torch.float16),
         "window_size": (300, 20),
         "seqused_q": torch.tensor([2100, 7, 2099], device="cuda").int(),
         "seqused_k": torch.tensor([2250, 2300, 0], device="cuda").int(),
