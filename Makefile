@@ -33,7 +33,7 @@ help:
 	@echo "make lint         ruff and mypy alone"
 	@echo "make gpu          GPU tests, then the benchmark, results under benchmarks/results"
 	@echo "make compile-all  compile every kernel for every target without a GPU and rewrite the table"
-	@echo "make tables       rewrite the generated parts of README.md"
+	@echo "make tables       rewrite the generated parts of README.md and of the Hopper pages"
 	@echo "make docs         build the documentation site under site/, every warning an error"
 	@echo "make release-check  as make test, and every result that is shown must belong to these sources"
 	@echo "make wheel        build the wheel under dist/"
@@ -91,6 +91,7 @@ compile-all:
 
 tables: $(VENV)/.dev
 	$(VPY) scripts/readme_tables.py
+	$(VPY) scripts/hopper_tables.py
 
 wheel: $(VENV)/.dev
 	$(VPY) -m build --wheel

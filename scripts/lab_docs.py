@@ -1,6 +1,6 @@
 """Rewrites what is generated in docs/lab.md from committed results files: tables, figures, and the notebook made from the page.
 
-python -m tilewise.lab --out benchmarks/results/lab-cpu.jsonl              # counts, a minute on a CPU (start from an empty file)
+python -m tilewise.lab --device cpu --out benchmarks/results/lab-cpu.jsonl # counts, a minute on a CPU (start from an empty file)
 python -m tilewise.lab.resources --out benchmarks/results/lab-cpu.jsonl    # head dimensions, needs Triton
 python scripts/lab_docs.py
 """
@@ -139,6 +139,46 @@ def claim(rows: list[Row]) -> str:
     return table(["", "said", "found"], lines) if lines else ""
 
 
+def measured(rows: list[Row], experiment: str, varied: dict[str, Callable[[Row], str]]) -> str:
+    """A sweep by a GPU's own counters: bytes asked of L2 and moved behind it, each over its prediction; time over the roofline."""
+    lines = []
+    for row in sorted(figures.of(rows, experiment), key=lambda row: row["algorithm"]):
+        if "ms" not in row:
+            continue
+        cells = [figures.STYLE[row["algorithm"]][2], *(show(row) for show in varied.values())]
+        if row["status"] != "ok":
+            lines.append([*cells, "does not fit", *[""] * 5])
+            continue
+        pairs = [
+            cell
+            for kind, key in (("l2", "predicted_bytes"), ("device", "predicted_device_bytes"))
+            for cell in (size(row[key]), f"{row[f'{kind}_ratio']:.2f}" if row.get(f"{kind}_ratio") else "")
+        ]
+        lines.append([*cells, *pairs, f"{row['ms']:.3f}", f"{row['roofline_ms']:.3f}"])
+    if not lines:
+        return ""
+    first = next(row for row in figures.of(rows, experiment) if row.get("ms"))
+    fixed = [f"N = {first['seqlen']}", *([] if "d" in varied else [f"d = {first['head_dim']}"]), first["dtype"], first["device"]]
+    headings = ["step", *varied, "predicted", "L2 measured / predicted", "behind L2", "device measured / predicted", "ms", "roofline ms"]
+    return f"{', '.join(fixed)}:\n\n" + table(headings, lines)
+
+
+def _tiles(row: Row) -> str:
+    return f"{row['block_m']} × {row['block_n']}"
+
+
+def tile_sweep(rows: list[Row]) -> str:
+    return measured(rows, "tiles", {"tiles": _tiles})
+
+
+def density_sweep(rows: list[Row]) -> str:
+    return measured(rows, "density", {"density": lambda row: f"{row['density']:g}"})
+
+
+def head_dim_sweep(rows: list[Row]) -> str:
+    return measured(rows, "headdim", {"d": lambda row: str(row["head_dim"]), "tiles": _tiles})
+
+
 def gpu(rows: list[Row]) -> str:
     lines = []
     for row in rows:
@@ -201,6 +241,9 @@ PARTS: dict[str, Callable[[list[Row]], str]] = {
     "bytes": byte_table,
     "theorem": theorem,
     "headdim": head_dims,
+    "tiles": tile_sweep,
+    "density": density_sweep,
+    "widths": head_dim_sweep,
     "claim": claim,
     "gpu": gpu,
 }

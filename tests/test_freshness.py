@@ -62,7 +62,7 @@ def _source(path: Path, rows: list[dict]) -> tuple[str, str]:
     """The hash that the rows of a file should have, and what measures them anew."""
     if path.name.startswith("lab-"):
         on_gpu = any("roofline_ms" in row and row.get("ms") for row in rows)
-        counts = "`python -m tilewise.lab --out` and `python -m tilewise.lab.resources --out`"
+        counts = "`python -m tilewise.lab --device cpu --out` and `python -m tilewise.lab.resources --out`"
         return lab.source_hash(), "scripts/lab_gpu.sh on that device" if on_gpu else counts
     if path.name == "demo.json":
         return kernel_source_hash(rows[0].get("device_type", "cuda")), "`tilewise demo` on that device"

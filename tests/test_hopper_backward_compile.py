@@ -176,9 +176,13 @@ SPILLS = {
 
 def check(name: str, v: BackwardVariant) -> None:
     compiled, address = backward_launch.build(v, "fp32")
+    check_compiled(name, v, address, compiled.metadata.shared, *machine_code(compiled.asm["ptx"]))
+
+
+def check_compiled(name: str, v: BackwardVariant, address: int, shared: int, said: str, listing: str) -> None:
+    """As of the forward kernels."""
     assert address == v.barrier_offset, "a second compilation was needed: the compiler places shared memory elsewhere"
-    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT
-    said, listing = machine_code(compiled.asm["ptx"])
+    assert shared <= SHARED_MEMORY_LIMIT
     assert "C75" not in said and "serializ" not in said.lower(), said
     allowed, reloads = SPILLS.get(name, (OUTSIDE, 0))
     assert int(re.search(r"(\d+) bytes spill stores", said).group(1)) <= allowed, said

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise.lab import algorithms, block_sparse, claims, predict, profile, results, run, sweeps, trace
+from tilewise.lab import algorithms, block_sparse, claims, measured, predict, profile, results, run, sweeps, trace
 from tilewise.lab.algorithms import Inputs
 from tilewise.lab.predict import Case
 from tilewise.lab.run import difference, exact
@@ -340,14 +340,11 @@ def test_a_profile_without_a_table_says_why():
         list(profile.kernels("==ERROR== ERR_NVGPUCTRPERM"))
 
 
-# Stands in for the interpreter: measuring and profiling are played, everything else is the real thing.
+# Stands in for the interpreter: measuring and profiling are played.
 PYTHON_STUB = """#!/bin/bash
 case "$*" in
-  *tilewise.lab.gpu*) printf '%s\\n' "$ROW" >"$4" ;;
-  *"lab.profile probe") : ;;
-  *"lab.profile metrics"*) echo one,two ;;
+  *tilewise.lab.gpu*) [ -n "$ROW" ] && printf '%s\\n' "$ROW" >>"$4"; echo "budget of 1 s spent"; [ -z "$HANGS" ] || sleep 60 ;;
   *"lab.profile launch"*) printf '%s' "$PLAN" >"$5" ;;
-  *) exec "$REAL" "$@" ;;
 esac
 """
 NCU_STUB = """#!/bin/bash
@@ -358,7 +355,37 @@ shift 4
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the script is for bash")
+@pytest.fixture
+def played(tmp_path, monkeypatch):
+    """What `measured.run` starts, played: the row that is measured, and what the profiler writes (None: there is none)."""
+    point = next(sweeps.gpu_points())
+    row = point.row() | {"predicted_bytes": 1000, "predicted_device_bytes": 500, "ms": 1.0, "status": "ok", "error": 1e-3}
+
+    def play(profiler):
+        (tmp_path / "bin").mkdir()
+        for name, text in {"python": PYTHON_STUB, "ncu": NCU_STUB}.items():
+            path = tmp_path / "bin" / name
+            path.write_text(text)
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+        monkeypatch.setenv("ROW", json.dumps(row))
+        monkeypatch.setenv("PLAN", json.dumps([{"marker": 1, **asdict(point)}]))
+        if profiler is None:
+            monkeypatch.setattr(measured, "profiler", lambda: None)
+        elif profiler == "table":
+            values = {"dram__bytes_read.sum": "1,000", "dram__bytes_write.sum": "250"}
+            monkeypatch.setenv("PROFILE", profiler_csv([("lab_marker_kernel", 1, values), ("a", 5, values)]))
+        else:
+            monkeypatch.setenv("PROFILE", profiler)
+        return row
+
+    return play
+
+
+on_posix = pytest.mark.skipif(sys.platform == "win32", reason="the programs that are played are scripts")
+
+
+@on_posix
 @pytest.mark.parametrize(
     "profiler, said",
     [
@@ -368,28 +395,104 @@ shift 4
         ("table", "part 1 of 1 profiled"),
     ],
 )
-def test_gpu_script_ends_with_the_rows_it_has(tmp_path, profiler, said):
-    point = next(sweeps.gpu_points())
-    row = point.row() | {"predicted_bytes": 1000, "predicted_device_bytes": 500, "ms": 1.0, "status": "ok"}
-    if profiler == "table":
-        values = {"dram__bytes_read.sum": "1,000", "dram__bytes_write.sum": "250"}
-        profiler = profiler_csv([("lab_marker_kernel", 1, values), ("a", 5, values)])
-    tools = {"python": PYTHON_STUB} | ({} if profiler is None else {"ncu": NCU_STUB})
-    for name, text in tools.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
-        **{"OUT": str(tmp_path / "out"), "PYTHON": "python", "REAL": sys.executable, "BUDGET": "400", "PARTS": "1"},
-        **{"ROW": json.dumps(row), "PLAN": json.dumps([{"marker": 1, **asdict(point)}]), "PROFILE": profiler or ""},
-    }
-    done = subprocess.run(["bash", str(ROOT / "scripts" / "lab_gpu.sh")], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert said in done.stdout, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "out" / "lab-gpu.jsonl").read_text().splitlines()]
+def test_a_run_on_a_gpu_ends_with_the_rows_it_has(tmp_path, played, profiler, said):
+    row = played(profiler)
+    out, words, counts = tmp_path / "out" / "rows.jsonl", [], []
+    results.write([{"of": "an earlier run"}], out)
+    rows = measured.run(out, 400, parts=1, say=words.append, on_rows=counts.append, python=["python"])
+    assert any(said in text for text in words) and words[0] == "budget of 1 s spent", words
     assert [r.get("device_ratio") for r in rows] == [2.5 if said.startswith("part") else None]
+    assert results.read(out) == [{"of": "an earlier run"}, *rows] and rows[0] | row == rows[0] and counts[-1] == 1
+    assert {path.name for path in out.parent.iterdir()} == {"rows.jsonl", "rows.log"}
+
+
+@on_posix
+def test_a_run_that_hangs_is_ended_and_keeps_its_rows(tmp_path, played, monkeypatch):
+    row = played(None)
+    monkeypatch.setenv("HANGS", "1")
+    monkeypatch.setattr(measured, "TIMED_SHARE", -9.0)  # and ten seconds more
+    words = []
+    assert measured.run(tmp_path / "rows.jsonl", 1.0, say=words.append, python=["python"]) == [row]
+    assert "exit status 124" in words[1]
+
+
+@on_posix
+def test_where_nothing_is_measured_the_log_says_why(tmp_path, played, monkeypatch, capsys):
+    played(None)
+    monkeypatch.setenv("ROW", "")
+    monkeypatch.setitem(measured.run.__kwdefaults__, "python", ("python",))
+    assert measured.main(["--out", str(tmp_path / "rows.jsonl")]) == 1
+    assert "rows.log says why" in capsys.readouterr().out
+
+
+def gpu_rows(**more):
+    """A row of every point, as measured by some GPU."""
+    rows = [{"experiment": "hierarchy", "status": "ok"}]
+    for point in sweeps.gpu_points():
+        row = point.row() | {"predicted_bytes": 2048, "predicted_device_bytes": 1024, "roofline_ms": 0.5, "status": "ok"}
+        rows.append(row | {"ms": 3.0, "tflops": 7.0, "error": 1e-3} | more)
+    for point in sweeps.memory_points():
+        rows.append(point.row() | {"predicted_extra_bytes": 1 << 20, "measured_extra_bytes": point.n**2, "status": "ok"})
+    return rows
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["with a profiler", "without"])
+def test_command_on_a_gpu_prints_prediction_beside_measurement(tmp_path, monkeypatch, capsys, counted):
+    monkeypatch.setattr(run, "chosen_device", lambda device: "cuda")
+    bytes_ = {"l2_ratio": 0.84, "device_ratio": 1.25, "measured_l2_bytes": 1720, "measured_device_bytes": 1280} if counted else {}
+    asked = []
+
+    def play(out, budget_s, *, say, on_rows):
+        asked.append((out, budget_s))
+        say("what was left out")
+        on_rows(1)
+        return gpu_rows(**bytes_)
+
+    monkeypatch.setattr(measured, "run", play)
+    assert run.main(device="auto", out=tmp_path / "rows.jsonl") == 0
+    assert asked == [(tmp_path / "rows.jsonl", 400.0)]
+    printed = capsys.readouterr().out
+    assert all(title in printed for title in run.GPU_TITLES.values()) and "what was left out" in printed
+    line = next(line for line in printed.splitlines() if "fa1" in line and "16x16" in line)
+    cells = [cell.strip() for cell in line.strip("│ ").split("│")]
+    both = ["2.0 KiB", "1.7 KiB", "0.84", "1.0 KiB", "1.2 KiB", "1.25"] if counted else ["2.0 KiB", "1.0 KiB"]
+    assert cells[-len(both) - 4 :] == [*both, "0.500", "3.000", "7", "1e-03"]
+    assert "N^2.00" in printed and ("within 15 %" in printed) == counted
+
+
+def test_a_wrong_result_on_a_gpu_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(run, "chosen_device", lambda device: "cuda")
+    rows = [gpu_rows()[1] | {"status": "wrong", "ms": None}]
+    monkeypatch.setattr(measured, "run", lambda *a, **k: rows)
+    assert run.main(device="cuda", as_json=True) == 1
+    assert json.loads(capsys.readouterr().out) == rows[0]
+    monkeypatch.setattr(measured, "run", lambda *a, **k: [])
+    assert run.main(device="cuda") == 1
+
+
+def test_devices_that_are_not_there_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.chosen_device("auto") == run.chosen_device("cpu") == "cpu"
+    assert run.main(device="cuda") == 2 and "sees no CUDA device" in capsys.readouterr().err
+    assert run.main(device="gpu") == 2 and "'gpu'" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    assert run.chosen_device("auto") == "cpu"
+    monkeypatch.setattr(run, "find_spec", lambda name: name)
+    assert run.chosen_device("auto") == run.chosen_device("cuda") == "cuda"
+    with pytest.raises(SystemExit):
+        run.command(["--device", "cuda", "--seqlens", "64"])
+
+
+@on_posix
+def test_the_script_starts_the_same_run(tmp_path):
+    """From a checkout, without what prints tables."""
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$PYTHONPATH: $*"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "BUDGET": "7"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(["bash", str(ROOT / "scripts" / "lab_gpu.sh")], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"src: -m tilewise.lab.measured --out {tmp_path}/out/lab-gpu.jsonl --budget 7 --parts 4\n"
 
 
 # ------------------------------------------------------------------------------------------------------------------- trace
@@ -505,6 +608,23 @@ def test_gpu_part_of_the_page_reads_the_gpu_rows(lab_docs):
     text = lab_docs.gpu(rows)
     assert "by a factor of 3.0 at d = 64 (predicted from four passes: 6.2)" in text
     assert "N^2.00 (standard" in text and "| FlashAttention-2 order | bwd | 8192 | 128 |" in text
+
+
+def test_sweeps_of_the_page_read_the_gpu_rows(lab_docs):
+    assert lab_docs.tile_sweep([]) == lab_docs.density_sweep([]) == lab_docs.head_dim_sweep([]) == ""
+    rows = []
+    for point in sweeps.gpu_points():
+        row = point.row() | {"device": "some GPU", "dtype": "bfloat16", "status": "ok", "ms": 3.0, "roofline_ms": 0.5}
+        rows.append(row | {"predicted_bytes": 2048, "predicted_device_bytes": 1024, "l2_ratio": 0.84, "device_ratio": 0.98})
+        if (point.experiment, point.d, point.block_n) == ("headdim", 512, 64) and point.algorithm == "fa2":
+            rows[-1] |= {"status": "unsupported", "ms": None}
+    assert "| FlashAttention-2 order | 16 × 16 | 2.0 KiB | 0.84 | 1.0 KiB | 0.98 | 3.000 | 0.500 |" in lab_docs.tile_sweep(rows)
+    assert "| block-sparse | 0.0625 | 2.0 KiB |" in lab_docs.density_sweep(rows)
+    wide = lab_docs.head_dim_sweep(rows)
+    assert wide.startswith("N = 2048, bfloat16, some GPU:") and "| FlashAttention-2 order | 512 | 64 × 64 | does not fit |" in wide
+    for row in rows:  # without a profiler: predictions and times alone
+        row.pop("l2_ratio"), row.pop("device_ratio")
+    assert "| block-sparse | 1 | 2.0 KiB |  | 1.0 KiB |  | 3.000 | 0.500 |" in lab_docs.density_sweep(rows)
 
 
 def test_every_picture_of_the_page_exists_and_every_picture_is_shown(lab_docs):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,9 +234,45 @@ def test_a_forward_pass_says_which_gradients_may_follow(monkeypatch: pytest.Monk
     assert seen == [{"q", "v"}] * 2 + [frozenset()] * 2
 
 
-def test_hashing_the_compiler_ends_before_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: (time.sleep(0.1), done.append("hashed")))
-    with meanwhile.compiler_hashed():
+class Driver:
+    """Stands for Triton's: made on a machine with a device, where the launcher of a kernel may be a library of C that takes a while."""
+
+    def __init__(self, done: list[Any]) -> None:
+        self.done = done
+
+    @property
+    def utils(self) -> None:
+        time.sleep(0.1)
+        self.done.append("driver")
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        time.sleep(0.1)
+        self.done.append((source, len(metadata.tensordesc_meta), metadata.num_ctas))
+
+
+def test_the_compiler_is_hashed_and_has_a_driver_before_a_compilation_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: (time.sleep(0.2), done.append("hashed")))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(done))
+    monkeypatch.setattr(triton.runtime.driver, "_default", Driver(done))
+    with meanwhile.compiler_made():
         done.append("meanwhile")
-    assert done == ["meanwhile", "hashed"]
+    assert done == ["meanwhile", "driver", "hashed"]
+
+
+def test_a_launcher_is_made_while_its_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(done))
+    monkeypatch.setattr(triton.runtime.driver, "_default", Driver(done))
+
+    tile = "tensordesc<bf16[1, 1, 64, 64],...>"
+    source = SimpleNamespace(signature={"q": tile, "lse": "*fp32", "k": tile, "n": "i32"})
+    with meanwhile.launcher_made(source):
+        done.append("compiled")
+    assert done == ["compiled", (source, 2, 0)]
+
+
+def test_what_cannot_be_made_ahead_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)  # as without a device
+    with meanwhile.compiler_made(), meanwhile.launcher_made(None):
+        pass

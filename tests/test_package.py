@@ -85,6 +85,22 @@ def test_torch_is_the_only_requirement() -> None:
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
+def test_install_lines_install() -> None:
+    """The pages install what lies in the folder, as nothing is published yet; messages name extras of what is installed already, which pip
+    takes without an index."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src" / "tilewise").rglob("*.py")]
+    named = set()
+    for path in texts:
+        lines = re.findall(r"pip install (?:--upgrade )?'?([^'`\s]+)", path.read_text())
+        named |= set(lines) if path.suffix == ".py" else set()
+        if path.suffix == ".md":
+            assert set(lines) <= {".", ".[demo]", "dist/tilewise-*.whl"}, (path.name, lines)
+    extras = {name for line in named for name in re.findall(r"^tilewise\[(\w+)\]$", line)}
+    declared = importlib.metadata.metadata("tilewise").get_all("Provides-Extra") or []
+    assert extras and extras <= set(declared)
+    assert "tilewise" not in named
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of what setuptools reads, with the setuptools that is installed."""

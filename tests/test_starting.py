@@ -58,6 +58,25 @@ def test_everything_but_the_gpu_kernels_works_where_triton_cannot_be_imported() 
     assert found == "['triton 3.6 or newer'] None"
 
 
+def test_recording_a_pass_does_not_import_torch_compile() -> None:
+    """A call that comes again is recorded under a dispatch mode. What torch puts around a mode's method imports torch.compile when it is
+    first called, which made the second call of every process two seconds longer."""
+    printed = run(
+        """
+        import sys, torch
+        from tilewise.kernels import replay
+
+        x = torch.zeros(4, 4)
+        before = set(sys.modules)
+        recording = replay.Recording([x], [x.data_ptr()])
+        with recording:
+            made = torch.empty(4, 4), x.new_empty(3)
+        print([y.data_ptr() for y in recording.made] == [y.data_ptr() for y in made], sorted(sys.modules.keys() - before))
+        """
+    )
+    assert printed.strip() == "True []"
+
+
 # Modules of the standard library that exist on some systems only.
 ELSEWHERE = {"crypt", "curses", "fcntl", "grp", "msvcrt", "nis", "posix", "pty", "pwd", "readline", "resource", "select", "spwd", "syslog"}
 ELSEWHERE |= {"termios", "tty", "winreg", "winsound", "_winapi"}

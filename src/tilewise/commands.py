@@ -155,15 +155,19 @@ def demo(
 
 @app.command()
 def lab(
-    budget: Annotated[float, typer.Option(help="Seconds after which nothing new is started.")] = 90.0,
+    device: Annotated[
+        str, typer.Option(help="cpu counts bytes tile by tile, cuda measures kernels; auto: cuda where there is one.")
+    ] = "auto",
+    budget: Annotated[float, typer.Option(help="Seconds after which nothing new is started; 0: 90 on a CPU, 400 on a GPU.", min=0)] = 0.0,
     trace: Annotated[str, typer.Option(help="Draw one small case step by step into this HTML file instead.")] = "",
     out: Annotated[str, typer.Option(help="A file that the rows are appended to as JSON lines.")] = "",
     as_json: Json = False,
 ) -> None:
-    """The road from the N x N matrix to tiles: each algorithm run, its memory traffic predicted and counted."""
+    """The road from the N x N matrix to tiles: each algorithm run, its memory traffic predicted and counted, or on a GPU measured."""
     from tilewise.lab import run
 
-    raise typer.Exit(run.main(budget_s=budget, out=Path(out) if out else None, trace_to=Path(trace) if trace else None, as_json=as_json))
+    out_to, trace_to = (Path(path) if path else None for path in (out, trace))
+    raise typer.Exit(run.main(device=device, budget_s=budget or None, out=out_to, trace_to=trace_to, as_json=as_json))
 
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -48,6 +48,40 @@ def test_every_length_in_order(dim, dim_v):
         compare({**inputs, "window_size": (100, 30)}, "hopper", deterministic=True)
 
 
+# The widest tiles beside what changes scores and where they count, without dropout, which has kernels of its own.
+WIDEST = {
+    "softcap, slopes, sink": lambda: dict(
+        causal=True, softcap=2.0, alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.1, learnable_sink=randn(4, dtype=torch.float32)
+    ),
+    "lengths, window": lambda: dict(
+        window_size=(50, -1),
+        seqused_q=torch.tensor([333, 100], device="cuda").int(),
+        seqused_k=torch.tensor([333, 77], device="cuda").int(),
+    ),
+    "everything": lambda: dict(
+        window_size=(90, 0),
+        softcap=20.0,
+        alibi_slopes=randn(4, dtype=torch.float32).abs() * 0.1,
+        learnable_sink=randn(4, dtype=torch.float32),
+        seqused_k=torch.tensor([517, 200], device="cuda").int(),
+        softmax_scale=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", WIDEST)
+def test_features_of_the_widest_heads(name, dims, deterministic):
+    compare({**qkv(head_dim=dims[0], head_dim_v=dims[1]), **WIDEST[name]()}, "hopper", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_gradients_of_a_float32_output(dim):
+    """What reaches the backward pass is float32 then: delta takes it as it is, the products in the inputs' dtype."""
+    compare({**qkv(head_dim=dim), "causal": True}, "hopper", out_dtype=torch.float32)
+
+
 RULES = {
     "full": {},
     "causal": {"causal": True},

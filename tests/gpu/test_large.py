@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import attention, cost, explain
+from tilewise import attention, attention_varlen, cost, explain
 from tilewise.bench.cases import Case
 from tilewise.bench.check import Oracle
 from tilewise.bench.peers import BUILT_IN
@@ -113,6 +113,29 @@ def test_a_mask_and_a_bias_of_more_than_31_bits_of_elements(report):
     expected = p * (dp - (p * dp).sum(-1, keepdim=True))
     error = (dbias[rows].double() - expected).norm() / expected.norm()
     assert error < 1e-2
+
+
+@report(91)
+@pytest.mark.unpoisoned
+def test_biases_of_packed_sequences_beyond_31_bits(report):
+    """190,485 packed queries and biases of 11,275 keys: those of the last of 17 sequences begin near 2^31 elements and end beyond."""
+    sequences, queries, keys = 17, 11_205, 11_275
+    assert sequences * queries * keys > BEYOND
+    q, dout = (randn(sequences * queries, 1, 64) for _ in range(2))
+    k, v = (randn(sequences * keys, 1, 64) for _ in range(2))
+    bias = torch.empty(sequences, 1, queries, keys, dtype=torch.bfloat16, device="cuda").normal_()
+    cu_q, cu_k = (torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * n for n in (queries, keys))
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    out = attention_varlen(q, k, v, cu_q, cu_k, queries, keys, bias=bias, softmax_scale=0.125, backend="triton", deterministic=False)
+    got = [out.detach()[-queries:], *torch.autograd.grad(out, leaves, dout)]
+    got[1:] = [got[1][-queries:], got[2][-keys:], got[3][-keys:], got[4][-1:]]
+    alone = [x.detach()[None, -n:].clone().requires_grad_() for x, n in ((q, queries), (k, keys), (v, keys))]
+    last = bias.detach()[-1:].clone().requires_grad_()
+    expected = attention(*alone, bias=last, softmax_scale=0.125, backend="triton", deterministic=False)
+    want = [expected.detach()[0], *torch.autograd.grad(expected, [*alone, last], dout[None, -queries:])]
+    for name, mine, right in zip(("out", "dq", "dk", "dv", "dbias"), got, want, strict=True):
+        mine, right = mine.float().view(right.shape), right.float()
+        assert (mine - right).norm() < 1e-2 * right.norm(), name
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -9,6 +9,7 @@ import torch
 
 from tilewise import attention, masks
 
+from ..reports import report
 from .common import qkv, randn, watched
 
 # q, k, v and what is given beside them: one call of each kind of kernel. Bits of bias gradients are in the first two.
@@ -49,9 +50,10 @@ def test_100_runs_give_the_same_bits(backend: str, name: str) -> None:
                 assert torch.equal(got, expected)
 
 
+@report(122)
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("seqlen_k, heads, dim", [(128, 1, 128), (384, 2, 128), (384, 2, 64)], ids=str)
-def test_a_hidden_race_would_move_the_error(backend: str, seqlen_k: int, heads: int, dim: int) -> None:
+def test_a_hidden_race_would_move_the_error(report: str, backend: str, seqlen_k: int, heads: int, dim: int) -> None:
     """Many short rows of keys under long queries, wide inputs, fifty backward passes: no run strays from the first. Where two heads share
     three tiles of keys, those add to dq at the same time and in any order."""
     leaves = [(3 * x).requires_grad_() for x in qkv(64 // heads, 2048, seqlen_k, heads, 1, dim, dtype=torch.float16).values()]

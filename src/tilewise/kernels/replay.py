@@ -102,6 +102,12 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
 class Recording(TorchDispatchMode):
     """What a pass does, for as long as this mode is active."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would wrap the method below in what keeps torch.compile from tracing it, which imports all of torch.compile, two
+        seconds, when it is first called. Nothing is traced while a mode like this one is active."""
+        return False
+
     def __init__(self, inputs: Sequence[Tensor], addresses: Sequence[int]) -> None:
         super().__init__()
         self.device = inputs[0].device

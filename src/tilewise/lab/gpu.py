@@ -1,6 +1,7 @@
 """The lab's kernels on a CUDA device: the memory hierarchy, then speed, accuracy and extra memory of every point.
 
-`python -m tilewise.lab.gpu --out FILE --budget SECONDS`. Bytes are not seen from here; `lab.profile` adds them.
+`python -m tilewise.lab.gpu --out FILE --budget SECONDS`. Bytes are not seen from here; `lab.profile` counts them, and
+`lab.measured` runs both.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """The bytes that a GPU really moves, by its own counters.
 
-`launch` runs points once between markers and is meant to be started by the profiler, in parts, so that a run that is cut short keeps the
-parts before it:
-
-    ncu --clock-control none --profile-from-start off --print-units base --csv --log-file ncu-1.csv --metrics METRICS \\
-        python -m tilewise.lab.profile launch --plan plan-1.json --part 1/4
-
-`merge` reads what the profiler wrote and adds the sums of each point to the rows of `lab.gpu`. `METRICS` is printed by `metrics`. `probe`
-is a launch of next to nothing: it shows in seconds whether the counters may be read at all.
+`launch` runs points once between markers, and `probe` next to nothing, which shows in seconds whether the counters may be read at all.
+Both are meant to be started by the profiler. `lab.measured` does that, in parts, so that a run that is cut short keeps the parts before it.
+`merge` reads what the profiler wrote and adds the sums of each point to the rows of `lab.gpu`.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from . import results
 from .gpu import DTYPE
 from .results import Row
 from .sweeps import Point, gpu_points
@@ -187,31 +181,16 @@ def report(rows: list[Row]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tilewise.lab.profile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    asked = commands.add_parser("metrics", help="print the metrics to ask the profiler for")
-    asked.add_argument("--fallback", action="store_true", help="only those that every recent GPU has")
     commands.add_parser("probe", help="launch next to nothing, to see whether the profiler may read the counters")
     started = commands.add_parser("launch", help="run the points of a part once, to be profiled")
     started.add_argument("--plan", type=Path, required=True)
     started.add_argument("--part", default="1/1", help="which of how many")
     started.add_argument("--budget", type=float, default=180.0)
-    merging = commands.add_parser("merge", help="add the profiler's sums to the rows of lab.gpu")
-    for name in ("--csv", "--plan"):
-        merging.add_argument(name, type=Path, required=True, nargs="+")
-    for name in ("--rows", "--out"):
-        merging.add_argument(name, type=Path, required=True)
     given = parser.parse_args(arguments)
-    if given.command == "metrics":
-        print(",".join(FALLBACK_METRICS if given.fallback else METRICS))
-    elif given.command == "probe":
+    if given.command == "probe":
         probe()
-    elif given.command == "launch":
-        launch(given.plan, given.part, given.budget)
     else:
-        plan = [point for path in given.plan for point in json.loads(path.read_text())]
-        rows = merge((path.read_text() for path in given.csv), plan, results.read(given.rows))
-        given.out.unlink(missing_ok=True)
-        results.write(rows, given.out)
-        print(report(rows))
+        launch(given.plan, given.part, given.budget)
     return 0
 
 

@@ -1,15 +1,19 @@
 """`tilewise lab`: every step of the road on this machine, prediction beside measurement.
 
-On any machine the counted twins run and every tile they move is compared with the closed form of `predict`. Where there is a CUDA device
-the kernels run too (`lab.gpu`); their bytes need a profiler (`lab.profile`).
+Without a GPU the counted twins run, and every tile they move is compared with the closed form of `predict`. On a CUDA device the kernels
+run (`lab.measured`): time and memory are measured, bytes too where the profiler may read the counters.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from .traffic import DeviceMemory
 SEQLENS = (256, 512, 1024)
 HEAD_DIMS = (32, 64)
 ROOFLINE_DEVICE = "NVIDIA H200"
+BUDGET_S = {"cpu": 90.0, "cuda": 400.0}
 
 
 def run_lab(
@@ -182,6 +187,35 @@ def table(rows: list[Row], experiment: str) -> Any:
     return out
 
 
+def gpu_table(rows: list[Row], experiment: str) -> Any:
+    """As `table`, of rows that a GPU was measured for. Bytes are there where the profiler could count them: those asked of L2 beside the
+    prediction without a cache, those of device memory beside the prediction behind one."""
+    from rich.table import Table
+
+    chosen = [row for row in rows if row["experiment"] == experiment]
+    out = Table(title=GPU_TITLES[experiment], title_justify="left", title_style="bold")
+    columns = [name for name in ("algorithm", "pass", "seqlen", "head_dim", "tiles", "density") if name in _used(chosen)]
+    for heading in columns:
+        out.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    kinds: list[tuple[str, str, Callable[[float], str]]]
+    if experiment == "memory":
+        kinds = [("extra predicted", "predicted_extra_bytes", size), ("extra measured", "measured_extra_bytes", size)]
+    else:
+        kinds = [("predicted", "predicted_bytes", size), ("L2", "measured_l2_bytes", size), ("/ predicted", "l2_ratio", _ratio)]
+        kinds += [("with L2", "predicted_device_bytes", size), ("device", "measured_device_bytes", size)]
+        kinds += [("/ predicted", "device_ratio", _ratio), ("roofline ms", "roofline_ms", _milliseconds), ("ms", "ms", _milliseconds)]
+        kinds += [("TFLOP/s", "tflops", "{:.0f}".format), ("error", "error", "{:.0e}".format)]
+    kinds = [kind for kind in kinds if any(row.get(kind[1]) is not None for row in chosen)]
+    for label, *_ in kinds:
+        out.add_column(label, justify="right")
+    for row in chosen:
+        cells = [show(row[key]) if row.get(key) is not None else "" for _, key, show in kinds]
+        if row["status"] != "ok":
+            cells[-1] = f"[red]{row['status']}[/red]"
+        out.add_row(*(_cell(row, name) for name in columns), *cells)
+    return out
+
+
 TITLES = {
     "claim": "Said, and found",
     "softmax": "Softmax over rows (seqlen rows of length head_dim)",
@@ -191,6 +225,23 @@ TITLES = {
     "theorem": "FlashAttention-1 with the paper's tiles: traffic falls with the memory on chip",
     "tiles": "Bytes against tile size",
 }
+GPU_TITLES = {
+    "softmax": TITLES["softmax"],
+    "bytes": "Bytes and time: predicted, and measured",
+    "production": TITLES["production"],
+    "density": TITLES["density"],
+    "tiles": "Bytes and time against tile size",
+    "headdim": "Head dimensions",
+    "memory": "Memory beside inputs and results, by torch's allocator",
+}
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3f}"
 
 
 def _used(rows: list[Row]) -> set[str]:
@@ -218,11 +269,24 @@ def size(count: float) -> str:
     raise AssertionError
 
 
+def chosen_device(device: str) -> str:
+    """The device that "auto" means: a CUDA device that Triton can compile for, if there is one. Raises where the named one is not there."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be auto, cpu or cuda")
+    missing = None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+    if missing is None and find_spec("triton") is None:
+        missing = "Triton is not installed"
+    if device == "cuda" and missing:
+        raise ValueError(f"device is 'cuda', but {missing}; --device cpu counts the bytes of every tile instead")
+    return "cpu" if device == "cpu" or missing else "cuda"
+
+
 def main(
     seqlens: tuple[int, ...] = SEQLENS,
     head_dims: tuple[int, ...] = HEAD_DIMS,
     *,
-    budget_s: float = 90.0,
+    device: str = "cpu",
+    budget_s: float | None = None,
     out: Path | None = None,
     trace_to: Path | None = None,
     as_json: bool = False,
@@ -230,15 +294,16 @@ def main(
     """Runs the lab and prints its tables; the body of `tilewise lab`.
 
     Args:
-        seqlens: lengths of the counted runs.
+        seqlens: lengths of the counted runs, which are those on the CPU.
         head_dims: head dimensions of the counted runs.
-        budget_s: seconds after which nothing new is started.
+        device: "cpu" counts bytes, "cuda" measures the kernels, "auto" measures where there is a CUDA device.
+        budget_s: seconds after which nothing new is started; None is 90 on the CPU and 400 on a CUDA device.
         out: a file that the rows are appended to as JSON lines.
         trace_to: draw one small case step by step into this HTML file instead.
         as_json: print the rows as JSON lines instead of tables.
 
     Returns:
-        0, or 1 where a result was wrong or a count differed from its prediction.
+        0; 1 where a result was wrong, a count differed from its prediction or nothing could be measured; 2 where the device is not there.
     """
     from rich.console import Console
 
@@ -248,12 +313,18 @@ def main(
     if trace_to is not None:
         console.print(f"open in a browser: {trace.write_trace(trace_to)}")
         return 0
+    try:
+        device = chosen_device(device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    budget_s = BUDGET_S[device] if budget_s is None else budget_s
+    if device == "cuda":
+        return _measure(console, budget_s, out, as_json)
     rows = _with_progress(console, seqlens, head_dims, budget_s, quiet=as_json)
     if out is not None:
         results.write(rows, out)
     if as_json:
-        import json
-
         for row in rows:
             print(json.dumps(row))
     else:
@@ -264,6 +335,46 @@ def main(
             console.print(line)
     differs = any(row["counted_bytes"] != row["predicted_bytes"] for row in counted_rows(rows))
     return int(differs or any(row["status"] != "ok" for row in rows))
+
+
+def _measure(console: Any, budget_s: float, out: Path | None, as_json: bool) -> int:
+    """The lab on a CUDA device: runs `measured`, and prints its rows."""
+    from rich.progress import Progress
+
+    from . import measured
+
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True, disable=as_json) as progress:
+        task = progress.add_task("running kernels", total=measured.ROWS)
+        file = out or Path(folder, "rows.jsonl")
+        rows = measured.run(file, budget_s, say=said.append, on_rows=lambda done: progress.update(task, completed=done))
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        for experiment in GPU_TITLES:
+            if any(row["experiment"] == experiment for row in rows):
+                console.print(gpu_table(rows, experiment))
+        for line in [*said, *measured_closing(rows)]:
+            console.print(line, highlight=False)
+    return int(not rows or any(row["status"] == "wrong" for row in rows))
+
+
+def measured_closing(rows: list[Row]) -> list[str]:
+    """Sentences that sum up what a GPU measured."""
+    checked = [row for row in rows if row.get("error") is not None]
+    wrong = sum(row["status"] == "wrong" for row in checked)
+    lines = [f"{len(checked) - wrong} of {len(checked)} results were as close to float64 as unfused attention in the same dtype."]
+    ratios = [row["device_ratio"] for row in rows if row.get("device_ratio") and row["algorithm"] != "tilewise"]
+    if ratios:
+        near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
+        lines.append(f"{near} of {len(ratios)} counts of device memory are within 15 % of their prediction.")
+    for name in ("standard", "fa1", "fa2", "tilewise"):
+        own = [row for row in rows if (row["experiment"], row.get("algorithm"), row.get("pass")) == ("memory", name, "fwd")]
+        own = [row for row in own if row.get("measured_extra_bytes")]
+        if len(own) > 1:
+            lines.append(f"extra memory of {name} grows as N^{exponent(own, 'measured_extra_bytes'):.2f}")
+    return lines
 
 
 def counted_rows(rows: list[Row]) -> list[Row]:
@@ -302,11 +413,24 @@ def _numbers(text: str) -> tuple[int, ...]:
 def command(arguments: list[str] | None = None) -> int:
     """`python -m tilewise.lab`: the same as `tilewise lab`, without the command-line library."""
     parser = argparse.ArgumentParser(prog="tilewise lab", description=__doc__)
-    parser.add_argument("--seqlens", type=_numbers, default=SEQLENS)
-    parser.add_argument("--head-dims", type=_numbers, default=HEAD_DIMS)
-    parser.add_argument("--budget", type=float, default=90.0)
+    parser.add_argument("--seqlens", type=_numbers, help="of the runs on the CPU")
+    parser.add_argument("--head-dims", type=_numbers, help="of the runs on the CPU")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--budget", type=float)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    return main(given.seqlens, given.head_dims, budget_s=given.budget, out=given.out, trace_to=given.trace, as_json=given.json)
+    if given.seqlens or given.head_dims:
+        if given.device == "cuda":
+            parser.error("--seqlens and --head-dims are those of the runs on the CPU, whose bytes are counted: add --device cpu")
+        given.device = "cpu"
+    return main(
+        given.seqlens or SEQLENS,
+        given.head_dims or HEAD_DIMS,
+        device=given.device,
+        budget_s=given.budget,
+        out=given.out,
+        trace_to=given.trace,
+        as_json=given.json,
+    )

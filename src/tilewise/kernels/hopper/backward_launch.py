@@ -59,7 +59,7 @@ def build(variant: BackwardVariant, slopes: str) -> tuple[Any, int]:
     kept = kernel_index.find(*facts)
     if kept is not None:
         return kept.kernel, kept.numbers[0]
-    with meanwhile.compiler_hashed():
+    with meanwhile.compiler_made():
         from .backward_compiling import compile_backward  # imports the kernel, which a kept one does not need
     kernel, address = compile_backward(variant, slopes)
     kernel_index.keep(kernel, *facts, numbers=(address,))

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate
 
 from ..kernel_cache import prepare
+from ..triton import meanwhile
 from ..triton.launching import Descriptor
 
 __all__ = [
@@ -109,7 +110,8 @@ def compile_kernel(fn, signature: dict[str, str], constants: dict, *, num_warps:
     keyed = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(fn=fn, signature=signature, constexprs=keyed, attrs={})
     options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with meanwhile.launcher_made(source):
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def _assembler() -> str:

@@ -52,7 +52,7 @@ def build(variant: Variant, out: str, slopes: str, sink: str, ahead: Callable[[]
     kept = kernel_index.find(*facts)
     if kept is not None:
         return kept.kernel, Addresses(*kept.numbers)
-    with meanwhile.compiler_hashed():
+    with meanwhile.compiler_made():
         from .compiling import compile_forward  # imports the kernel, which a kept one does not need
     if ahead is not None:
         ahead()

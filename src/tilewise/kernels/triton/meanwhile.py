@@ -63,20 +63,28 @@ def start(kernel: Any, programs: int, *arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def compiler_hashed() -> Iterator[None]:
-    """What Triton does once before a process compiles, while the caller does something else: hash its compiler, in a thread, which mostly
-    reads; and make its driver, in this thread, as two must not make it at once.
-    """
-    from triton.runtime import driver
-
-    hashing = _begun(_hash, "tilewise compiler hash")
+def compiler_made() -> Iterator[None]:
+    """What Triton does once before a process compiles, while the caller does something else: hash its compiler, which mostly reads, and
+    make its driver, on 3.6 a library that it compiles from C."""
+    threads = [_begun(_hash, "tilewise compiler hash"), _begun(_make_driver, "tilewise driver")]
     try:
-        with contextlib.suppress(Exception):  # no device: the caller only compiles
-            _ = driver.active.utils
         yield
     finally:
-        if hashing is not None:
-            hashing.join()
+        for thread in threads:
+            if thread is not None:
+                thread.join()
+
+
+@contextlib.contextmanager
+def launcher_made(source: Any) -> Iterator[None]:
+    """While the caller compiles `source`: the launcher of its kernel, on 3.6 a library of C, too, which follows from the types of the
+    arguments alone."""
+    thread = _begun(lambda: _make_launcher(source), "tilewise launcher")
+    try:
+        yield
+    finally:
+        if thread is not None:
+            thread.join()
 
 
 def _begun(work: Callable[[], None], name: str) -> threading.Thread | None:
@@ -95,3 +103,32 @@ def _hash() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+_driver = threading.Lock()  # two threads must not make it at once
+
+
+def _make_driver() -> None:
+    with contextlib.suppress(Exception), _driver:  # no device: the caller only compiles
+        from triton.runtime import driver
+
+        _ = driver.active.utils
+
+
+def _make_launcher(source: Any) -> None:
+    """Asked with a compiled kernel's metadata, of which the text of the library takes that each descriptor is one of the hardware's."""
+    with contextlib.suppress(Exception):
+        from triton.runtime import driver
+
+        descriptors = sum(isinstance(kind, str) and kind.startswith("tensordesc") for kind in source.signature.values())
+        driver.active.launcher_cls(source, _Metadata(descriptors))
+
+
+class _Metadata:
+    """What a launcher reads of a compiled kernel's metadata; no kernel is launched with it."""
+
+    def __init__(self, descriptors: int) -> None:
+        self.tensordesc_meta: list[dict[str, Any]] = [{} for _ in range(descriptors)]
+
+    def __getattr__(self, name: str) -> int:
+        return 0
