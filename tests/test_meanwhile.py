@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sink": ({"sink": torch.ones(4)}, {"window_left": 16}),
     "dropout": ({"dropout_seed": torch.tensor(3)}, {"dropout_p": 0.5}),
+    "tiles apart": ({}, {"window_right": 0}),
 }
 
 
@@ -82,6 +83,7 @@ def calls(monkeypatch: pytest.MonkeyPatch):
     for module in (launch, backward_launch):
         monkeypatch.setattr(module, "_programs", {})
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backward_launch, "APART_FROM", 64)
     monkeypatch.setattr(launch, "target_of", lambda device: H200)
     monkeypatch.setattr(recipes, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -93,7 +95,8 @@ def calls(monkeypatch: pytest.MonkeyPatch):
 
 def call(name: str, needs: tuple[str, ...] = ("q", "k", "v", "alibi_slopes", "sink")) -> tuple[Operands, Rules, Outputs]:
     tensors, rules = VARIANTS[name]
-    q, k, v, out = (torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    heads_k = 2 if name == "tiles apart" else 4
+    q, k, v, out = (torch.zeros(1, 64, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, heads_k, heads_k, 4))
     return Operands(q, k, v, **tensors), Rules(0.125, **rules), Outputs(out, torch.zeros(1, 4, 64), needs=frozenset(needs))
 
 
@@ -111,7 +114,8 @@ def test_a_rehearsal_compiles_what_the_backward_pass_launches(name: str, calls) 
     launch.program_for(t, r, out)
     meanwhile.wait()
     compiled = [(x, rehearsed) for what, rehearsed, x in calls if what == "compiled"]
-    assert set(compiled[:-1]) == {("prepare_rows", True), ("attention_backward", True), ("finish_queries", True)}
+    kernels = ["prepare_rows", "attention_backward", "finish_queries", *["finish_keys"] * (name == "tiles apart")]
+    assert set(compiled[:-1]) == {(kernel, True) for kernel in kernels}
     assert compiled[-1] == ("attention_forward", False), "the rehearsal waits for the forward kernel"
     assert not any(what == "launched" for what, _, _ in calls)
     rehearsed = [x for what, _, x in calls if what == "facts"][1:]

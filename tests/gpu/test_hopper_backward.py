@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import attention, explain
 
-from .common import BACKENDS, compare, qkv, randn, watched
+from .common import BACKENDS, compare, qkv, randn, restride, watched
 
 pytestmark = pytest.mark.skipif("hopper" not in BACKENDS, reason="needs a Hopper GPU")
 
@@ -211,6 +211,68 @@ def test_gradients_of_biases_that_nothing_shares(name, dim, deterministic):
 def test_many_heads_share_a_key_head(dim):
     compare({**qkv(1, 300, 300, heads=40, kv_heads=1, head_dim=dim), "causal": True}, "hopper")
     compare({**qkv(1, 300, 300, heads=16, kv_heads=2, head_dim=dim), "alibi_slopes": randn(16, dtype=torch.float32).abs() * 0.1}, "hopper")
+
+
+OF_THEIR_OWN = {
+    "64, causal": lambda: {**qkv(2, 2048, 2048, 4, 2, 64), "causal": True},
+    "64, float16": lambda: qkv(1, 2049, 2177, 6, 2, 64, dtype=torch.float16),
+    "64, more queries than keys": lambda: {**qkv(1, 2300, 2050, 8, 1, 64), "causal": True},
+    "128, causal, heads first": lambda: (
+        {name: restride(x, "heads first") for name, x in qkv(1, 2049, 2200, 3, 1, 128).items()} | {"causal": True}
+    ),
+    "128, slices of packed rows": lambda: {name: restride(x, "slice of packed") for name, x in qkv(1, 2111, 2048, 8, 1, 128).items()},
+    "128, window, lengths": lambda: {
+        **qkv(3, 2100, 2300, 2, 1, 128, dtype=torch.float16),
+        "window_size": (300, 20),
+        "seqused_q": torch.tensor([2100, 7, 2099], device="cuda").int(),
+        "seqused_k": torch.tensor([2250, 2300, 0], device="cuda").int(),
+    },
+    "72 and 40, softcap, sink": lambda: {
+        **qkv(1, 2048, 2080, 6, 3, 72, 40),
+        "softcap": 3.0,
+        "causal": True,
+        "learnable_sink": randn(6, dtype=torch.float32),
+    },
+    "128, slopes": lambda: {**qkv(1, 2048, 2090, 4, 2, 128), "alibi_slopes": randn(4, dtype=torch.float32).abs() * 0.1},
+    "64, dropout": lambda: {**qkv(1, 2048, 2048, 4, 2, 64), "dropout_p": 0.3, "dropout_seed": 7, "causal": True},
+    "192 and 128, causal": lambda: {**qkv(1, 2049, 2049, 4, 2, 192, 128), "causal": True},
+    "256": lambda: qkv(1, 2048, 2060, 3, 1, 256),
+    "200 and 24, causal": lambda: {**qkv(1, 2048, 2048, 2, 1, 200, 24, dtype=torch.float16), "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_tiles_of_their_own(name):
+    """From 2048 queries and keys on, each query head that shares keys has its own tiles."""
+    arguments = OF_THEIR_OWN[name]()
+    assert "each query head has its own" in explain(**arguments, pass_="bwd", deterministic=False).tiles
+    assert "each query head has its own" not in explain(**arguments, pass_="bwd", deterministic=True).tiles
+    compare(arguments, "hopper")
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_of_their_own_on_every_run(dim):
+    """Beside one loop over the heads, twenty times: with expanded dout, NaN beyond the lengths, and one of dk and dv alone."""
+    inputs, dout = qkv(2, 2100, 2200, 8, 2, dim), randn(2, 1, 8, 1).expand(2, 2100, 8, dim)
+    lengths = {"seqused_q": torch.tensor([2100, 1111], device="cuda").int(), "seqused_k": torch.tensor([2000, 2200], device="cuda").int()}
+    inputs["q"][1, 1111:] = inputs["k"][0, 2000:] = inputs["v"][0, 2000:] = float("nan")
+    options = dict(causal=True, backend="hopper", **lengths)
+    assert "each query head has its own" in explain(**inputs, causal=True, **lengths, pass_="bwd", deterministic=False).tiles
+    want = gradients(inputs, dout, deterministic=True, **options)
+    with watched() as passes:
+        gradients(inputs, dout, deterministic=False, **options)
+    assert passes == ["hopper forward", "hopper backward"]
+    for _ in range(20):
+        for got, expected in zip(gradients(inputs, dout, deterministic=False, **options), want, strict=True):
+            assert (got - expected).abs().max() <= 1e-2 * expected.abs().max()
+            assert (got == 0)[expected == 0].all()
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    for x, expected in (("k", want[1]), ("v", want[2])):
+        some = {name: y if name in ("q", x) else y.detach() for name, y in leaves.items()}
+        with watched() as passes:
+            got = torch.autograd.grad(attention(**some, deterministic=False, **options), [some["q"], some[x]], dout)[1]
+        assert passes == ["hopper forward", "hopper backward"]
+        assert (got - expected).abs().max() <= 1e-2 * expected.abs().max()
 
 
 class Block(torch.nn.Module):
