@@ -20,7 +20,7 @@ from . import test_hopper_compile as forward
 ROOT = Path(__file__).parents[1]
 OLDEST = ROOT / ".venv36" / "bin" / "python"
 FORWARD = ("d128 causal", "d64 full, three consumers", "d64 bias")
-BACKWARD = ("d128 causal", "d64 full, ordered", "d256 causal")
+BACKWARD = ("d128 causal", "d64 full, ordered", "d256 causal", "d128 causal, tiles apart")
 
 
 @pytest.mark.skipif(not OLDEST.exists(), reason="no environment with Triton 3.6 alone: `make test` creates .venv36")
