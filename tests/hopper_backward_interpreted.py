@@ -121,7 +121,7 @@ class StandIn:
                 target[ours] = x[ours].to(target.dtype)
         ds = torch.where(ours.repeat_interleave(group, 1)[..., None, None], ds, 0.0)
         dq = as_accumulated(c, torch.nn.functional.pad(ds @ k, (0, c.dim - dim)))
-        if c.ordered:  # without turns, rows stay as they were allocated
+        if c.order:  # without turns, rows stay as they were allocated
             taken = (dq != 0).any(1)
             StandIn.turns.copy_(taken[:, None].expand(-1, c.dq_parts).reshape(-1))
             dq = torch.where(taken[:, None], dq, float("nan"))
@@ -213,7 +213,7 @@ class StandIn:
                 ours[1, h // group, :used, : v.shape[2]] += prob.mT @ mine[1]
                 ours[0, h // group, :used, : k.shape[2]] += ds.mT @ mine[0] * a["out_scale"]
                 dq = as_accumulated(c, torch.nn.functional.pad(ds @ k_tile, (0, c.dim - k.shape[2])))
-                if c.ordered:
+                if c.order:
                     turns = StandIn.turns.view(heads, a["row_blocks"], c.dq_parts)[h, read]
                     dq = torch.where((turns[:, :1] > 0), acc[h, read] + dq, dq)
                     turns += 1

@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -53,8 +53,19 @@ class Buffer:
     content: Any = None
 
 
-def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list[list[tuple]]:
-    """Run one CTA; returns the tiles of dQ that each adding warp added, in its order."""
+class Turns(dict[int, int]):
+    """How many have told about each block of dQ. CTAs run one after the other here, so nobody has to wait for one that was launched before
+    it: who would has waited for a later one."""
+
+    def waited_for(self, block: int, turn: int) -> None:
+        assert self.get(block, 0) == turn, f"block {block} waits for turn {turn}, which a later CTA gives"
+
+    def give(self, block: int, _: int) -> None:
+        self[block] = self.get(block, 0) + 1
+
+
+def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int, turns: Turns) -> list[list[tuple]]:
+    """Run one CTA; returns the tiles of dQ that each adding warp added or stored, in its order."""
     counts = {c.q_full + s: 1 for s in range(c.stages)} | {c.q_empty + s: 2 for s in range(c.stages)}
     counts |= {c.do_full + s: 1 for s in range(c.do_stages)} | {c.do_empty + s: 2 for s in range(c.do_stages)}
     counts |= {c.dq_full: 8, c.dq_full + 1: 8, c.dq_empty: 1}
@@ -78,6 +89,12 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
         bars.change(barrier, more_bytes=-source[1])
 
     def tma_reduce_add(_, at, buffer):
+        assert not c.order or tuple(at) in p.stored, "added to what nobody has cleared or stored"
+        added[mine.warp].append((tuple(at), buffer.content))
+
+    def tma_store(_, at, buffer):
+        assert c.order and tuple(at) not in p.stored
+        p.stored.add(tuple(at))
         added[mine.warp].append((tuple(at), buffer.content))
 
     scope = {
@@ -92,6 +109,9 @@ def simulate(c: BackwardVariant, p: types.SimpleNamespace, program: int) -> list
         "expect_bytes": lambda barrier, n: bars.change(barrier, arrivals=1, more_bytes=n),
         "tma_load": tma_load,
         "tma_reduce_add": tma_reduce_add,
+        "tma_store": tma_store,
+        "await_turn": turns.waited_for,
+        "give_turn": turns.give,
         "tma_store_wait": lambda _: None,
         "arrive_each_warp": lambda address: bars.change(address // 8, arrivals=1),
         "query_coordinates": lambda c, tile, head, block: ("rows", tile.batch, head, block),
@@ -156,23 +176,27 @@ def visits(c: BackwardVariant, p: types.SimpleNamespace, tile: Any) -> list[tupl
     [("64", {}), ("128", {}), ("128", {"alibi": True}), ("64", {"apart": True}), ("128", {"apart": True, "alibi": True})],
     ids=["d64", "d128", "heads apart", "tiles apart", "tiles apart, a loop over one head"],
 )
-def test_roles_agree_over_all_visits_of_a_tile(tile, terms):
+@pytest.mark.parametrize("order", ["", "first", "all"])
+def test_roles_agree_over_all_visits_of_a_tile(tile, terms, order):
+    """And with an order the first tile that visits a block of queries stores its dQ, before any other adds to it."""
     rng = random.Random(3)
     for group, seqlen_q, _ in itertools.product((1, 2, 3), (1, 200, 513), range(2)):
         batch, heads_k, seqlen_k, right = rng.randint(2, 3), rng.randint(1, 3), rng.choice([60, 300, 640]), rng.choice([-1, 0, 90])
         sharing = group if terms.get("apart") else 1
         heads_k, group = heads_k * sharing, group // sharing
         grouped = group > 1 or (sharing > 1 and "alibi" in terms)
-        c = BackwardVariant(TILES[tile], "bf16", 128 if tile == "128" else 64, 64, right=right >= 0, grouped=grouped, **terms)
+        c = BackwardVariant(TILES[tile], "bf16", 128 if tile == "128" else 64, 64, right=right >= 0, grouped=grouped, order=order, **terms)
         assert c.heads_inside == (grouped and not terms)
         key_tiles = -(-seqlen_k // c.block_n)
         p = types.SimpleNamespace(
             seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k, group=group, sharing=sharing, records_ptr=None,
             head_group=rng.choice([1, 2, 5]), batch_heads=batch * heads_k, row_blocks=-(-seqlen_q // 128) * 128 // c.block_m,
-            key_tiles=key_tiles, window_left=-1, window_right=right,
+            key_tiles=key_tiles, window_left=-1, window_right=right, turns_ptr=0, stored=set(),
         )  # fmt: skip
+        turns, adders = Turns(), Counter()
         for program in range(key_tiles * batch * heads_k):
-            first, second = simulate(c, p, program)
+            first, second = simulate(c, p, program, turns)
+            adders.update(at for at, _ in first + second)
             tile_of_keys = _FOUND["find_keys"](c, p, program)
             expected = []
             for head, block in visits(c, p, tile_of_keys):
@@ -180,3 +204,5 @@ def test_roles_agree_over_all_visits_of_a_tile(tile, terms):
                 at = (row * (c.dim // 32), 0) if c.lanes else (row, 0)
                 expected.append((at, ("rows", tile_of_keys.batch, head, block)))
             assert (first, second) == (expected[::2], expected[1::2])
+        told = {"": [], "first": [1] * len(adders), "all": sorted(adders.values())}
+        assert sorted(turns.values()) == told[order]

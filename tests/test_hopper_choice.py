@@ -125,19 +125,20 @@ def grouped(seqlen_q: int, seqlen_k: int, head_dim: int = 128, **changes: Any) -
 
 LENGTHS = torch.empty(1, dtype=torch.int32, device="meta")
 APART: dict[str, tuple[Operands, dict[str, Any], bool]] = {
-    "full": (grouped(2048, 2048), {}, True),
-    "causal": (grouped(2049, 2048, 64), {"window_right": 0}, True),
-    "window": (grouped(4096, 4096, 256), {"window_left": 100, "window_right": 0}, True),
-    "lengths, softcap": (grouped(4096, 4096, seqused_q=LENGTHS, seqused_k=LENGTHS), {"softcap": 3.0}, True),
+    "causal": (grouped(4097, 4096, 64), {"window_right": 0}, True),
+    "head dim 256": (grouped(4096, 4096, 256), {"window_right": 0}, True),
+    "lengths, softcap": (grouped(4096, 4096, seqused_q=LENGTHS, seqused_k=LENGTHS), {"softcap": 3.0, "window_right": 0}, True),
     "slopes, sink, dropout": (
-        grouped(2048, 9999, alibi_slopes=torch.empty(1, 6, device="meta"), sink=torch.empty(6), dropout_seed=torch.tensor(1)),
-        {"dropout_p": 0.1},
+        grouped(4096, 9999, alibi_slopes=torch.empty(1, 6, device="meta"), sink=torch.empty(6), dropout_seed=torch.tensor(1)),
+        {"dropout_p": 0.1, "window_right": 0},
         True,
     ),
-    "few queries": (grouped(2047, 4096), {}, False),
-    "few keys": (grouped(4096, 2047), {}, False),
-    "a fixed order": (grouped(4096, 4096), {"deterministic": True}, False),
-    "a head each": (replace(grouped(4096, 4096), k=meta(4096, 6), v=meta(4096, 6)), {}, False),
+    "full": (grouped(4096, 4096), {}, False),
+    "window": (grouped(4096, 4096), {"window_left": 100, "window_right": 0}, False),
+    "few queries": (grouped(4095, 4096), {"window_right": 0}, False),
+    "few keys": (grouped(4096, 4095), {"window_right": 0}, False),
+    "a fixed order": (grouped(4096, 4096), {"deterministic": True, "window_right": 0}, False),
+    "a head each": (replace(grouped(4096, 4096), k=meta(4096, 6), v=meta(4096, 6)), {"window_right": 0}, False),
     "a mask": (grouped(4096, 4096, mask=torch.empty(1, 1, 4096, 4096, dtype=torch.bool, device="meta")), {}, False),
     "packed": (grouped(4096, 4096, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS), {}, False),
 }
@@ -154,6 +155,30 @@ def test_query_heads_that_share_keys_have_tiles_of_their_own(name: str, monkeypa
     told = hopper.workspace_bytes(t, r, BACKWARD, H200)
     monkeypatch.setattr(backward_launch, "APART_FROM", 1 << 30)
     tiles = -(-t.k.shape[2] // v.block_n)
-    alone = backward_launch.variant_of(t, r)
-    turns = 4 * alone.dq_parts * 6 * backward_launch.row_blocks_of(t, v.block_m) if alone.ordered and not v.ordered else 0
-    assert told - hopper.workspace_bytes(t, r, BACKWARD, H200) == apart * 4 * 2 * tiles * v.block_n * (v.dim + v.dim_v) - turns
+    assert told - hopper.workspace_bytes(t, r, BACKWARD, H200) == apart * 4 * 2 * tiles * v.block_n * (v.dim + v.dim_v)
+
+
+@pytest.mark.parametrize(
+    "t, rules, order",
+    [
+        (grouped(2048, 2048), {}, "first"),
+        (grouped(8192, 8192), {"window_right": 0}, "first"),
+        (grouped(2048, 2048, 64), {}, ""),
+        (grouped(2048, 2048, 136), {}, ""),
+        (Operands(meta(2048, 4, 64), meta(2048, 4, 64), meta(2048, 4, 64)), {"window_right": 0}, "first"),
+        (Operands(meta(4096, 4, 64), meta(4096, 4, 64), meta(4096, 4, 64)), {"window_right": 0}, ""),
+        (Operands(meta(4096, 4, 64), meta(4096, 4, 64), meta(4096, 4, 64)), {"window_right": 0, "window_left": 64}, "first"),
+        (Operands(meta(4096, 4, 64), meta(4096, 4, 64), meta(4096, 4, 64)), {"deterministic": True}, "all"),
+        (grouped(2048, 2048, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS), {}, ""),
+        (grouped(2048, 2048, mask=torch.empty(1, 1, 2048, 2048, dtype=torch.bool, device="meta")), {}, ""),
+    ],
+)
+def test_the_order_of_additions_to_dq(t: Operands, rules: dict[str, Any], order: str) -> None:
+    """Where it is not "", one number a block of queries says how many have added, and nothing has to be cleared before."""
+    r = Rules(0.1, **rules)
+    v = backward_launch.variant_of(t, r)
+    assert v.order == order and v.ordered == r.deterministic
+    if order:
+        rows = t.q.shape[0] * t.q.shape[1] * backward_launch.row_blocks_of(t, v.block_m)
+        numbers = rows * v.block_m * (v.dim + 2) + rows * v.dq_parts
+        assert hopper.workspace_bytes(t, r, BACKWARD, H200) == 4 * (numbers + backward_launch.key_sums_of(t, v))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import attention, explain
+from tilewise.kernels.hopper import backward_launch
 
 from .common import BACKENDS, compare, qkv, randn, restride, watched
 
@@ -215,15 +216,17 @@ def test_many_heads_share_a_key_head(dim):
 
 OF_THEIR_OWN = {
     "64, causal": lambda: {**qkv(2, 2048, 2048, 4, 2, 64), "causal": True},
-    "64, float16": lambda: qkv(1, 2049, 2177, 6, 2, 64, dtype=torch.float16),
+    "64, float16": lambda: {**qkv(1, 2049, 2177, 6, 2, 64, dtype=torch.float16), "causal": True},
     "64, more queries than keys": lambda: {**qkv(1, 2300, 2050, 8, 1, 64), "causal": True},
     "128, causal, heads first": lambda: (
         {name: restride(x, "heads first") for name, x in qkv(1, 2049, 2200, 3, 1, 128).items()} | {"causal": True}
     ),
-    "128, slices of packed rows": lambda: {name: restride(x, "slice of packed") for name, x in qkv(1, 2111, 2048, 8, 1, 128).items()},
-    "128, window, lengths": lambda: {
+    "128, slices of packed rows": lambda: (
+        {name: restride(x, "slice of packed") for name, x in qkv(1, 2111, 2048, 8, 1, 128).items()} | {"causal": True}
+    ),
+    "128, lengths": lambda: {
         **qkv(3, 2100, 2300, 2, 1, 128, dtype=torch.float16),
-        "window_size": (300, 20),
+        "causal": True,
         "seqused_q": torch.tensor([2100, 7, 2099], device="cuda").int(),
         "seqused_k": torch.tensor([2250, 2300, 0], device="cuda").int(),
     },
@@ -233,17 +236,23 @@ OF_THEIR_OWN = {
         "causal": True,
         "learnable_sink": randn(6, dtype=torch.float32),
     },
-    "128, slopes": lambda: {**qkv(1, 2048, 2090, 4, 2, 128), "alibi_slopes": randn(4, dtype=torch.float32).abs() * 0.1},
+    "128, slopes": lambda: {**qkv(1, 2048, 2090, 4, 2, 128), "alibi_slopes": randn(4, dtype=torch.float32).abs() * 0.1, "causal": True},
     "64, dropout": lambda: {**qkv(1, 2048, 2048, 4, 2, 64), "dropout_p": 0.3, "dropout_seed": 7, "causal": True},
     "192 and 128, causal": lambda: {**qkv(1, 2049, 2049, 4, 2, 192, 128), "causal": True},
-    "256": lambda: qkv(1, 2048, 2060, 3, 1, 256),
+    "256": lambda: {**qkv(1, 2048, 2060, 3, 1, 256), "causal": True},
     "200 and 24, causal": lambda: {**qkv(1, 2048, 2048, 2, 1, 200, 24, dtype=torch.float16), "causal": True},
 }
 
 
+@pytest.fixture
+def apart_from_2048(monkeypatch):
+    """Shorter than where it pays, so that the references stay small."""
+    monkeypatch.setattr(backward_launch, "APART_FROM", 2048)
+
+
 @pytest.mark.parametrize("name", OF_THEIR_OWN)
-def test_tiles_of_their_own(name):
-    """From 2048 queries and keys on, each query head that shares keys has its own tiles."""
+def test_tiles_of_their_own(name, apart_from_2048):
+    """In long causal calls each query head that shares keys has its own tiles."""
     arguments = OF_THEIR_OWN[name]()
     assert "each query head has its own" in explain(**arguments, pass_="bwd", deterministic=False).tiles
     assert "each query head has its own" not in explain(**arguments, pass_="bwd", deterministic=True).tiles
@@ -251,7 +260,7 @@ def test_tiles_of_their_own(name):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_tiles_of_their_own_on_every_run(dim):
+def test_tiles_of_their_own_on_every_run(dim, apart_from_2048):
     """Beside one loop over the heads, twenty times: with expanded dout, NaN beyond the lengths, and one of dk and dv alone."""
     inputs, dout = qkv(2, 2100, 2200, 8, 2, dim), randn(2, 1, 8, 1).expand(2, 2100, 8, dim)
     lengths = {"seqused_q": torch.tensor([2100, 1111], device="cuda").int(), "seqused_k": torch.tensor([2000, 2200], device="cuda").int()}

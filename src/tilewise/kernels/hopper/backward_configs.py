@@ -50,10 +50,16 @@ class BackwardVariant:
     mask: str = ""
     heads_first: bool = False  # tiles of one head's batch items follow one another: they share what a bias or mask says
     dropout: bool = False
-    ordered: bool = False  # tiles of dQ are added in a fixed order: the same bits on every run
+    # How tiles of keys add to a block of dQ. "all": one after the other, the same bits on every run; "first": the first one stores, so that
+    # nothing is cleared before, and the others add in any order; "": all add in any order to what was cleared.
+    order: str = ""
     packed: bool = False  # the batch is one row of packed sequences, and tiles are described by records
     listed: bool = False  # the blocks of queries that see a tile stand in lists, and tiles are described by records
     log2_list: int = 0  # of lists: how many blocks of queries an entry is
+
+    @property
+    def ordered(self) -> bool:
+        return self.order == "all"
 
     @property
     def block_m(self) -> int:

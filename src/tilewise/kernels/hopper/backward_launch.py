@@ -4,7 +4,7 @@ Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`, and `fini
 their own. Before, packed sequences are scheduled and what their tiles add to is cleared (`clear_ends`), and tiles with lists are put into
 an order (`list_records`). With a bias the portable `row_terms` takes the place of the first. `bias_gradient_of` says whether
 `attention_backward` stores the gradient of a bias, or leaves it as sums (`backward_bias`); else portable kernels compute it.
-The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions are ordered, dK and dV in
+The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions wait for others, dK and dV in
 float32 where tiles are apart, and with a bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
 
@@ -38,9 +38,8 @@ from .launch import (
 )
 
 TOGETHER = 4  # tiles of one key head that start together where more would be in each other's way
-APART_FROM = 2048  # queries and keys from which query heads that share keys have tiles of their own
-ORDER_TO = 1024  # keys up to which adding dQ in order is faster than clearing its accumulator
-GROUPED_ORDER_TO = 4096  # likewise, where query heads share tiles
+APART_FROM = 4096  # queries and keys from which query heads that share keys have tiles of their own
+FIRST_TO = 2048  # keys up to which, at head dim 64, waiting for the first addition to dQ costs less than clearing its accumulator
 ROW_PADDING = 128  # the rows of a head are padded to a multiple: no tile of queries is longer
 
 
@@ -72,25 +71,24 @@ def described(t: Operands) -> bool:
 
 
 def tiles_apart(t: Operands, r: Rules) -> bool:
-    """Whether query heads that share keys have tiles of their own, which add to dK and dV in any order: where neither queries nor keys are
-    few. Tiles for all of them would be so long there that they drift apart and meet no more in the L2 cache; and where queries are few,
-    they would mostly add.
+    """Whether query heads that share keys have tiles of their own, which add to dK and dV in any order: in long causal calls. Tiles for all of
+    them would be so long there that they drift apart and meet no more in the L2 cache.
     """
-    grouped = t.q.shape[1] > t.k.shape[1]
-    return grouped and min(t.q.shape[2], t.k.shape[2]) >= APART_FROM and not (r.deterministic or described(t))
+    grouped, causal = t.q.shape[1] > t.k.shape[1], r.window_right >= 0 and r.window_left < 0
+    return grouped and causal and min(t.q.shape[2], t.k.shape[2]) >= APART_FROM and not (r.deterministic or described(t))
 
 
-def in_order(t: Operands, r: Rules) -> bool:
-    """Whether dQ is added in a fixed order: where that is asked for, and where it is faster (docs/hopper-backward.md). The first addition
-    stores then, so that nothing is cleared before, and tiles of short or grouped calls wait little for one another.
+def order_of(t: Operands, r: Rules) -> str:
+    """In which order tiles of keys add to a block of dQ: a fixed one where that is asked for. Else the first one stores, so that nothing has
+    to be cleared before, but where that is slower (docs/hopper-backward.md), and where no tile is known to be the first.
     """
-    dim, seqlen_k = max(t.q.shape[3], t.v.shape[3]), t.k.shape[2]
-    if r.deterministic or described(t) or dim > 128:
-        return r.deterministic
-    causal = r.window_right >= 0
-    if t.q.shape[1] > t.k.shape[1] and not tiles_apart(t, r):
-        return causal and dim > 64 and seqlen_k <= GROUPED_ORDER_TO
-    return seqlen_k <= ORDER_TO and not (causal and dim > 64)
+    if r.deterministic:
+        return "all"
+    dim = max(t.q.shape[3], t.v.shape[3])
+    if described(t) or dim > 128:
+        return ""
+    short = t.k.shape[2] <= FIRST_TO or r.window_left >= 0
+    return "first" if dim > 64 or (short and t.q.shape[1] == t.k.shape[1]) else ""
 
 
 def items_follow(t: Operands) -> bool:
@@ -129,7 +127,7 @@ def variant_of(t: Operands, r: Rules, slope_gradient: bool = False, bias_gradien
         # With a loop over the heads, be it over one, ptxas keeps ALiBi's values in uniform registers.
         grouped=(t.q.shape[1] > t.k.shape[1] and not tiles_apart(t, r)) or t.alibi_slopes is not None,
         apart=tiles_apart(t, r),
-        ordered=in_order(t, r),
+        order=order_of(t, r),
         packed=packed_rows,
         listed=t.blocks is not None,
         log2_list=0 if t.blocks is None else (t.blocks.block_m // tile.block_m).bit_length() - 1,
@@ -167,7 +165,7 @@ def program_for(t: Operands, r: Rules, slope_gradient: bool, bias_gradient: str)
         slope_gradient,
         t.q.shape[1] > t.k.shape[1],
         tiles_apart(t, r),
-        in_order(t, r),
+        order_of(t, r),
         form_of(t.bias),
         None if t.bias is None else t.bias.dtype,
         bias_gradient,
@@ -200,7 +198,7 @@ def workspace_bytes(t: Operands, r: Rules, bias_gradient: bool = False) -> int:
     rows = t.q.shape[0] * t.q.shape[1] * row_blocks * variant.block_m
     copies = 2 * t.q.numel() // t.q.shape[3] * (t.q.shape[3] + t.v.shape[3]) + 2 * (t.k.numel() + t.v.numel())
     copied = copies + 4 * rows * bool(variant.bias) if variant.bias or variant.mask else 0
-    turns = 4 * variant.dq_parts * rows // variant.block_m if variant.ordered else 0
+    turns = 4 * variant.dq_parts * rows // variant.block_m if variant.order else 0
     sums = sums_of(t, variant, row_blocks) + key_sums_of(t, variant)
     return rows * (4 * variant.dim + 8) + turns + copied + 4 * sums
 
@@ -285,7 +283,7 @@ def launch(t: Operands, r: Rules, saved: Saved, cot: Cotangents, grads: Gradient
     if tma_refusal(dout_16) is not None:
         dout_16 = dout_16.contiguous()
     acc = q.new_empty(rows, variant.dim, dtype=torch.float32)
-    turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.ordered else None
+    turns = q.new_empty(rows // variant.block_m * variant.dq_parts, dtype=torch.int32) if variant.order else None
     key_sums = q.new_empty(key_sums_of(t, variant), dtype=torch.float32) if variant.apart else None
     dlse, align = cot.dlse, alignment(saved.out, dout)
     rest: Tensor | None = None

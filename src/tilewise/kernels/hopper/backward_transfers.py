@@ -193,8 +193,9 @@ def store_bias_gradient(C: gl.constexpr, desc, mem, tile, head, block):
 
 @jit
 def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constexpr):
-    """One of two warps, which take the parts of dQ in turn: adds them to memory, and where `ordered` only when all key blocks before this
-    one have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block.
+    """One of two warps, which take the parts of dQ in turn: adds them to memory, where `ordered` only when all key blocks before this one
+    have added theirs. One warp alone would be too slow there: an addition, its completion and the news of it take longer than a block. In
+    the order "first" the others wait for the first one alone, which is ahead of them but where they started beside it.
     """
     PARTS: gl.constexpr = C.dq_parts
     base = shared_address(A, p.seqlen_q)
@@ -212,8 +213,10 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
                     outer += 1
             head, block = visited(C, p, tile, outer, inner)
             row = row_of(C, p, tile, head, block)
-        if C.ordered:
+        if C.order != "":
             turn = tile.block - first_key_block(C, p, tile, block)
+            if C.order == "first":
+                turn = gl.minimum(turn, 1)
             turn_ptr = p.turns_ptr + (row >> C.log2_block_m) * PARTS + part
             await_turn(turn_ptr, turn)
             wait(base + 8 * (C.dq_full + WARP), (count >> 1) & 1)
@@ -232,7 +235,10 @@ def add_queries(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARP: gl.constex
             tma_reduce_add(desc.dq, dq_coordinates(C, row, part), mem.dq)
         tma_store_wait(0)
         arrive_each_warp(base + 8 * C.dq_empty)
-        if C.ordered:
+        if C.order == "all":
             give_turn(turn_ptr, count)
+        if C.order == "first":
+            if turn == 0:
+                give_turn(turn_ptr, count)
         count += 2
         inner += 2 // PARTS

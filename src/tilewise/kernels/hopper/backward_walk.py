@@ -21,7 +21,7 @@ class BackwardProblem:
     dslopes_ptr: (
         gl.tensor
     )  # float32 (B * Hq, key_tiles): what each tile of keys adds to the gradient of its slope; packed: see `slope_place`
-    turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have been added to each block of dQ
+    turns_ptr: gl.tensor  # int32 (B * Hq, row_blocks), zeros: how many key blocks have told that they were added to each block of dQ
     records_ptr: gl.tensor  # of packed sequences int32 (key_tiles, 8): whose the tiles are, where they lie; of lists see `list_records`
     partial_ptr: gl.tensor  # of lists: the blocks of queries that a mask cuts, and those that it leaves whole
     full_ptr: gl.tensor
