@@ -196,6 +196,21 @@ def test_parts_of_long_tiles_come_first():
     assert rows == sorted(rows, reverse=True)
 
 
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("tile", ["64 bias", "128 matrix"])
+@pytest.mark.parametrize("batch, heads, side_by_side", [(3, 4, 3), (3, 4, 1), (1, 5, 1)])
+def test_items_that_share_a_bias_are_neighbours(tile, right, batch, heads, side_by_side):
+    """Every tile once; where items stand side by side, all that meet a head's bias come before those that meet the next one's."""
+    variant = Variant(TILES[tile], "bf16", 64, 1, 64, right=right >= 0, scale_first=True, bias="tma")
+    p = _problem(batch, heads, 300, 300, variant, -1, right, [300] * batch, [300] * batch, side_by_side)
+    p.side_by_side = side_by_side
+    tiles = [_FOUND["find_tile"](variant, p, number) for number in range(p.tiles)]
+    assert sorted((t.batch_head, t.row) for t in tiles) == [(i, row) for i in range(batch * heads) for row in range(0, 300, 128)]
+    order = [divmod(t.batch_head, heads) for t in tiles]
+    met = [head for _, head in order] if side_by_side > 1 else order
+    assert met == sorted(met)
+
+
 def test_hidden_keys_on_the_left_are_never_loaded():
     variant = Variant(TILES["128"], "bf16", 128, 1, 128, right=True, left=True)
     p = _problem(1, 1, 64, 3000, variant, 5, 5, [64], [3000], 1)

@@ -116,8 +116,9 @@ def values_a_head(t: Operands) -> bool:
 
 
 def values_are_copied(t: Operands, r: Rules) -> bool:
-    """Whether the forward pass reads values that no query sees, and so a copy in which those are finite: any that a bias or mask hides;
-    beside dropout, which draws for four keys at a time, also up to three before the first window."""
+    """Whether tiles of the forward pass hold values that no query sees, so that it needs a copy in which those are finite: any that a bias
+    or mask hides, where the copy is filled if it turns out to be needed; beside dropout, which draws for four keys at a time, also up to
+    three before the first window."""
     if t.bias is not None or t.mask is not None:
         return True
     lengths = t.seqused_q is not None or t.seqused_k is not None
@@ -211,7 +212,11 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
     chosen = cut_of(t, r, multiprocessors_of(target))
     tile = tile_of(t, r, chosen.merged)
     shape = f"{ROWS * tile.warpgroups} x {tile.block_n}"
-    copied = "; V is copied first, without what is not finite and nobody sees" if values_are_copied(t, r) else ""
+    copied = ""
+    if t.bias is not None or t.mask is not None:
+        copied = "; if O is not finite, V is copied without what is not finite and nobody sees, and O computed again"
+    elif values_are_copied(t, r):
+        copied = "; V is copied first, without what is not finite and nobody sees"
     cut = f"; queries of {chosen.heads} heads in each" if chosen.heads > 1 else ""
     cut += f"; its keys in {chosen.parts} parts, which are merged" if chosen.parts > 1 else ""
     return f"tiles of {shape}, {tile.warpgroups} consumer warp groups and a producer warp, {tile.stages} stages{cut}{copied}"
@@ -220,7 +225,7 @@ def describe(t: Operands, r: Rules, request: Request, target: Target) -> str:
 def workspace_bytes(t: Operands, r: Rules, request: Request, target: Target) -> int:
     """Device memory that a pass takes beside its results and what the forward pass saved: forward, the state of parts where few tiles are
     cut; backward, dQ in float32 and two numbers a query, and dK and dV where query heads that share keys have tiles of their own; with a
-    bias or mask also copies, forward of V, backward of all that is read; see `values_are_copied`."""
+    bias or mask also copies, forward of V (room for one, at least), backward of all that is read; see `values_are_copied`."""
     if request.backward:
         from .backward_launch import workspace_bytes
 

@@ -4,8 +4,8 @@ Three kernels: `prepare_rows`, `attention_backward`, `finish_queries`, and `fini
 their own. Before, packed sequences are scheduled and what their tiles add to is cleared (`clear_ends`), and tiles with lists are put into
 an order (`list_records`). With a bias the portable `row_terms` takes the place of the first. `bias_gradient_of` says whether
 `attention_backward` stores the gradient of a bias, or leaves it as sums (`backward_bias`); else portable kernels compute it.
-The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions wait for others, dK and dV in
-float32 where tiles are apart, and with a bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
+The workspace is O(N): dQ in float32, two numbers a query (with a bias three), one a query block where additions wait for others, dK and dV
+in float32 where tiles are apart, and with a bias or mask the copies that `hidden` makes. The sums of a bias's gradient are float32, too.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def described(t: Operands) -> bool:
 
 
 def tiles_apart(t: Operands, r: Rules) -> bool:
-    """Whether query heads that share keys have tiles of their own, which add to dK and dV in any order: in long causal calls. Tiles for all of
-    them would be so long there that they drift apart and meet no more in the L2 cache.
+    """Whether query heads that share keys have tiles of their own, which add to dK and dV in any order: in long causal calls. Tiles for all
+    of them would be so long there that they drift apart and meet no more in the L2 cache.
     """
     grouped, causal = t.q.shape[1] > t.k.shape[1], r.window_right >= 0 and r.window_left < 0
     return grouped and causal and min(t.q.shape[2], t.k.shape[2]) >= APART_FROM and not (r.deterministic or described(t))
 
 
 def order_of(t: Operands, r: Rules) -> str:
-    """In which order tiles of keys add to a block of dQ: a fixed one where that is asked for. Else the first one stores, so that nothing has
-    to be cleared before, but where that is slower (docs/hopper-backward.md), and where no tile is known to be the first.
+    """In which order tiles of keys add to a block of dQ: a fixed one where that is asked for. Else the first one stores, so that nothing
+    has to be cleared before, but where that is slower (docs/hopper-backward.md), and where no tile is known to be the first.
     """
     if r.deterministic:
         return "all"

@@ -161,6 +161,29 @@ def arrive_each_warp(barrier):
 
 
 @jit
+def arrive_behind_reads(barrier):
+    """One arrival a warp, behind plain reads of shared memory. Who waits has to put `fence_reads` before TMA writes there again."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; bar.warp.sync 0xffffffff; elect.sync _|p, 0xffffffff; "
+        "@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
+        "=r,r",
+        [barrier],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def fence_reads(anchor):
+    """Behind the wait for `arrive_behind_reads`: the next copy by TMA comes after the reads that it told of. A fence between the proxies
+    orders what happened before it, by whomever, as long as barriers lead from there to here; so one of the producer's is as good as one
+    of each reader's, and holds up nobody who computes.
+    """
+    gl.inline_asm_elementwise("fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
 def await_turn(turn_ptr, turn):
     """One warp: until the int32 in global memory says `turn`. What was added before it said so is seen, also by TMA."""
     gl.inline_asm_elementwise(

@@ -37,6 +37,7 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
         "mask_desc": mask if variant.mask == "tma" else "constexpr",
         "mask_ptr": "*u8",
         "seed_ptr": "*i64",
+        "found_ptr": "*i32",
         "keep_scale": "fp32",
         "scale": "fp32",
         "exp_scale": "fp32",

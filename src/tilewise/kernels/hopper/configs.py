@@ -11,6 +11,7 @@ from typing import Any
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may have on sm_90
 ROWS = 64  # query rows of one consumer warp group: the M of its wgmma
+MOST_PROGRAMS = 256  # CTAs of a launch, one a multiprocessor: GPUs of sm_90 have up to 144
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Variant:
     dropout: bool = False
     parts: bool = False  # a tile visits one part of its blocks and leaves its state to a merge; out is the workspace, in float32
     heads: int = 1  # of one group whose queries share a tile; more than one goes with `parts`
-    values_a_head: bool = False  # every query head has V tiles of its own, in which what it alone does not see is cleared
+    values_a_head: bool = False  # in the copy of V every query head has a head of its own, in which what it alone does not see is cleared
 
     @property
     def block_m(self) -> int:
@@ -118,6 +119,16 @@ class Variant:
     def may_be_empty(self) -> bool:
         """Whether a row may see no key in a block that is visited."""
         return self.positional or self.lengths_k or self.parts or self.bias != "" or self.mask != ""
+
+    @property
+    def guarded(self) -> bool:
+        """Whether hidden keys and values are read as they are, and O is looked at: see `guard`."""
+        return self.bias != "" or self.mask != ""
+
+    @property
+    def may_be_idle(self) -> bool:
+        """Whether there may be fewer tiles than CTAs."""
+        return self.packed or self.guarded
 
     @property
     def ranked(self) -> bool:
@@ -250,12 +261,12 @@ _THREE: dict[str, Any] = {"warpgroups": 3, "consumer_registers": 160, "producer_
 
 TILES = {
     "64": Tile(block_n=128, stages=4, cross_tile=True, matrix_stages=2, split=True, **_TWO),
-    "64 bias": Tile(block_n=128, stages=2, cross_tile=True, matrix_stages=2, **_TWO),
+    "64 bias": Tile(block_n=128, stages=2, cross_tile=True, matrix_stages=2, split=True, **_TWO),
     "64 long": Tile(block_n=128, stages=4, cross_tile=True, split=True, **_THREE),
     "64 long causal": Tile(block_n=128, stages=4, cross_tile=True, **_THREE),
     "128": Tile(block_n=128, stages=2, cross_tile=True, split=True, **_TWO),
     "192": Tile(block_n=128, stages=2, cross_tile=False, split=True, **_TWO),
-    "128 matrix": Tile(block_n=64, stages=2, cross_tile=True, matrix_stages=2, **_TWO),
+    "128 matrix": Tile(block_n=64, stages=2, cross_tile=True, matrix_stages=2, split=True, **_TWO),
     "256": Tile(block_n=64, stages=2, cross_tile=False, **_TWO),
 }
 

@@ -2,6 +2,7 @@
 
 from .barriers import pinned
 from .gluon_api import constexpr_function, fence_async_shared, gl, jit, tma_store
+from .guard import mark_unless_finite
 from .online_softmax import LN_2, LOG2_E, exponent_line, is_huge
 from .walk import columns, divide, item_and_head, own_heads, queries, query_coordinates, split_head
 
@@ -165,6 +166,8 @@ def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP:
         out = acc * factor[:, None]
         if C.may_be_empty or C.lengths_q:
             out = gl.where((factor == 0.0)[:, None], 0.0, out)  # the accumulator may hold NaN there
+    if C.guarded:
+        mark_unless_finite(out, p.found_ptr)
     if C.parts:
         write_part(C, p, tile, row, out, lse, l_i, WARPGROUP)
     else:

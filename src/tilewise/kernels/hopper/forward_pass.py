@@ -51,6 +51,7 @@ from .gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .guard import tiles_to_do
 from .matrices import Matrix
 from .online_softmax import (
     add_sums,
@@ -211,8 +212,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
     number = gl.program_id(0)
     if C.warpgroups - 1 == WARPGROUP:
         pass_turn(8, 256, p.seqlen_q)
-    if C.packed:
-        if number < p.tiles:  # there may be fewer tiles than CTAs
+    if C.may_be_idle:
+        if number < p.tiles:
             wait(base + 8 * (C.q_full + WARPGROUP * C.q_stages), 0)
             wait(base + 8 * C.k_full, 0)
     else:
@@ -359,6 +360,8 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "drop_below",
         "keep_scale",
         "parts",
+        "repairs",
+        "side_by_side",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr",
@@ -372,6 +375,7 @@ def consumer(C: gl.constexpr, A: gl.constexpr, p, desc, mem, WARPGROUP: gl.const
         "bias_ptr",
         "mask_ptr",
         "seed_ptr",
+        "found_ptr",
     ],
 )
 def attention_forward(
@@ -425,6 +429,9 @@ def attention_forward(
     drop_below,
     keep_scale,
     parts,
+    found_ptr,
+    repairs,
+    side_by_side,
     C: gl.constexpr,
     A: gl.constexpr,
 ):
@@ -478,6 +485,8 @@ def attention_forward(
         barrier_init(mark, count=V_MARK)
         barrier_invalidate(mark)
     fence_async_shared()
+    if C.guarded:
+        tiles = tiles_to_do(found_ptr, repairs, tiles)
     desc = Descriptors(q_desc, k_desc, v_desc, o_desc, bias_tiles, mask_tiles)
     mem = Buffers(q, k, v, o, bias, mask, barriers)
     p = Problem(
@@ -519,6 +528,9 @@ def attention_forward(
         drop_below,
         keep_scale,
         parts,
+        found_ptr,
+        repairs,
+        side_by_side,
     )
     if C.warpgroups == 2:
         warp_specialize(

@@ -21,7 +21,7 @@ from ..triton import kernel_index, meanwhile
 from ..triton.launch import as_bytes, broadcast_strides
 from ..triton.launching import Descriptor
 from . import parts, sizes_used, tma_refusal, values_a_head, values_are_copied
-from .configs import TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
+from .configs import MOST_PROGRAMS, TILES, Addresses, Tile, Variant, tile_columns, tile_name, value_columns
 from .hidden import finite_copy
 from .parts import Cut
 
@@ -213,6 +213,17 @@ def matrix_arguments(x: Tensor | None, form: str, pointer: int) -> tuple[Any, ..
     return Descriptor(as_bytes(x), [b, h, m, n], [steps[0] or 16, steps[1] or 16, steps[2], 1]), x.data_ptr(), *steps
 
 
+def items_side_by_side(t: Operands) -> int:
+    """Of how many batch items the tiles of a head that have the same queries are neighbours: of all that share a bias or mask which heads
+    do not share, for it is then read from memory once; else 1."""
+    for x in (t.bias, t.mask):
+        if x is not None and form_of(x) in ("tma", "full"):
+            items, heads, *_ = sizes_used(x.shape, x.stride())
+            if items == 1 and heads > 1:
+                return t.q.shape[0]
+    return 1
+
+
 def dropout_arguments(t: Operands, r: Rules, pointer: int) -> tuple[int, int, float]:
     """Where the seed lies, the threshold in the bits of an int32, and the factor of what is kept."""
     if r.dropout_p == 0:
@@ -321,8 +332,8 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     cut = parts.cut_of(t, r, multiprocessors(device.index))
     prepared = program_for(t, r, out, cut)
     variant = prepared.variant
-    if values_are_copied(t, r):
-        v = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k)
+    if values_are_copied(t, r) and not variant.guarded:
+        v = finite_copy(v, t, r, keys=True, heads=heads_k)
     q_desc, k_desc, v_desc = descriptor(q), descriptor(k), descriptor(v)
     o_desc = descriptor(out.out) if variant.store_tma else v_desc
     group = heads // heads_k
@@ -346,12 +357,9 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         work = parts.workspace(t, cut.parts)
         out_pointer = work.data_ptr()
         pointer = out_pointer + parts.state_offset(t, cut.parts)
-    replay.start(
-        prepared.kernel,
-        min(multiprocessors(device.index), tiles),
-        q_desc,
-        k_desc,
-        v_desc,
+    programs = min(multiprocessors(device.index), tiles, MOST_PROGRAMS)
+    found = q.new_empty(programs, dtype=torch.int32) if variant.guarded else None
+    others = (
         o_desc,
         pointer,
         out_pointer,
@@ -384,8 +392,12 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
         *matrix_arguments(t.mask, variant.mask, pointer),
         *dropout_arguments(t, r, pointer),
         cut.parts,
-        variant,
-        prepared.addresses,
+        pointer if found is None else found.data_ptr(),
     )
+    last = (items_side_by_side(t), variant, prepared.addresses)
+    replay.start(prepared.kernel, programs, q_desc, k_desc, v_desc, *others, 0, *last)
+    if found is not None:  # only the device knows whether there is anything to do: see `guard`
+        copy = finite_copy(v, t, r, keys=True, heads=heads if variant.values_a_head else heads_k, found=found)
+        replay.start(prepared.kernel, programs, q_desc, k_desc, descriptor(copy), *others, 1, *last)
     if work is not None:
         parts.merge(work, cut.parts, exp_scale, out)

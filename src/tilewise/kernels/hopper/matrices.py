@@ -57,3 +57,37 @@ def add_bias(s, bias):
     """s + bias, and -inf wherever the bias says so, whatever the product was: what is hidden there may be NaN."""
     bias = bias.to(gl.float32)
     return gl.where(bias == float("-inf"), float("-inf"), s + bias)
+
+
+@constexpr_function
+def _hide_text(n, minus_infinity):
+    # Operands: n results, n tied inputs, the bias in n / 2 registers, two values in each, and the condition, n times.
+    text = "{ .reg .pred p, q; .reg .b16 low, high; "
+    text += f"setp.ne.s32 p, ${2 * n + n // 2}, 0; @!p bra.uni SKIP; "
+    for i in range(n):
+        text += f"mov.b32 {{low, high}}, ${2 * n + i // 2}; setp.eq.b16 q, {('low', 'high')[i % 2]}, {minus_infinity}; "
+        text += f"selp.f32 ${i}, 0fFF800000, ${i}, q; "
+    return text + "SKIP: }"
+
+
+@constexpr_function
+def _hide_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (n // 2) + ["r"] * n)
+
+
+@jit
+def add_bias_as_told(C: gl.constexpr, s, bias, selects):
+    """`add_bias` of scores [64, n]; where the int32 `selects` is 0, a product hidden by a bias of 16 bits may be a NaN, which stays one.
+
+    A branch in PTX: of one in the language the compiler makes selections, three instructions for two scores. The values of a float32 bias
+    are so many registers that they are better used up one by one.
+    """
+    if C.bias_dtype == "fp32":
+        s = add_bias(s, bias)
+    else:
+        n: gl.constexpr = s.shape[0] * s.shape[1] // 128
+        text: gl.constexpr = _hide_text(n, "0xFF80" if C.bias_dtype == "bf16" else "0xFC00")
+        operands: gl.constexpr = _hide_operands(n)
+        s = s + bias.to(gl.float32)
+        s = gl.inline_asm_elementwise(text, operands, [s, bias, selects], dtype=gl.float32, is_pure=False, pack=n)
+    return s

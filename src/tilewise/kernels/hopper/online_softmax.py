@@ -4,9 +4,9 @@ A consumer holds a tile S [64, block_n] in the layout of the wgmma accumulator. 
 Gimelshein 2018 as FlashAttention uses them (Dao et al. 2022, algorithm 1), in base 2.
 """
 
-from .barriers import arrive_each_warp, phase_of, stage_of, wait
+from .barriers import arrive_behind_reads, phase_of, stage_of, wait
 from .gluon_api import gl, jit
-from .matrices import add_bias, load_matrix
+from .matrices import add_bias_as_told, load_matrix
 from .walk import columns, queries, split_head
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -47,9 +47,9 @@ def matrices(C: gl.constexpr, p, mem, base, tile, block, row, count, layout: gl.
 
 @jit
 def release_matrices(C: gl.constexpr, base, count):
-    """Behind their use: before, the fence would hold up the products that are about to be issued."""
+    """Behind their use. The producer's fence orders these reads before the next copy into the buffer."""
     if C.matrix_stages:
-        arrive_each_warp(base + 8 * (C.matrix_empty + stage_of(count, C.matrix_stages)))
+        arrive_behind_reads(base + 8 * (C.matrix_empty + stage_of(count, C.matrix_stages)))
 
 
 @jit
@@ -68,7 +68,7 @@ def score(C: gl.constexpr, p, tile, block, row, slope, bias, mask, s):
         position = (rows + (row + tile.shift - block * C.block_n) - lane).to(gl.float32)
         s = s - slope * gl.abs(position - constant.to(gl.float32))
     if C.bias != "":
-        s = add_bias(s, bias)
+        s = add_bias_as_told(C, s, bias, p.repairs)  # what is NaN in the first launch is looked after in the one that repairs
     if C.mask != "":
         s = gl.where(mask != 0, s, float("-inf"))
     return s

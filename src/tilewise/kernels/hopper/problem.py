@@ -47,6 +47,9 @@ class Problem:
     drop_below: gl.tensor  # words of the generator, unsigned
     keep_scale: gl.tensor  # of what is kept
     parts: gl.tensor  # that the blocks of a tile are cut into
+    found_ptr: gl.tensor  # of bias and mask tensors: a word of each CTA, see `guard`
+    repairs: gl.tensor  # 1 in the launch that reads the copy of V, else 0
+    side_by_side: gl.tensor  # batch items whose tiles of the same queries and head are neighbours
 
     @constexpr_function
     def __init__(
@@ -89,6 +92,9 @@ class Problem:
         drop_below,
         keep_scale,
         parts,
+        found_ptr,
+        repairs,
+        side_by_side,
     ):
         self.lse_ptr = lse_ptr
         self.out_ptr = out_ptr
@@ -128,6 +134,9 @@ class Problem:
         self.drop_below = drop_below
         self.keep_scale = keep_scale
         self.parts = parts
+        self.found_ptr = found_ptr
+        self.repairs = repairs
+        self.side_by_side = side_by_side
 
 
 @jit
@@ -177,4 +186,7 @@ def in_every_warp(C: gl.constexpr, p):
         p.drop_below,
         p.keep_scale,
         uniform(p.parts),
+        p.found_ptr,
+        uniform(p.repairs),
+        uniform(p.side_by_side),
     )

@@ -1,6 +1,6 @@
 """The producer of the Hopper forward kernel: one warp that streams tiles of Q, K and V, and of a bias or mask, into shared memory."""
 
-from .barriers import draw_tile, leave_number, phase_of, publish, retire, shared_address, stage_of, wait
+from .barriers import draw_tile, fence_reads, leave_number, phase_of, publish, retire, shared_address, stage_of, wait
 from .gluon_api import aggregate, constexpr_function, descriptor_type, expect_bytes, gl, jit, memdesc_type, tma_load
 from .matrices import broadcast_coordinate
 from .problem import in_every_warp
@@ -87,7 +87,8 @@ def load_values(C: gl.constexpr, p, desc, mem, base, tile, block, count):
     expect_bytes(full, C.v_bytes)
     batch, head, row, column = key_coordinates(C, p, tile, block, 0)
     if C.values_a_head:
-        _, head = split_head(p, tile.batch_head)
+        _, own_head = split_head(p, tile.batch_head)
+        head = gl.where(p.repairs == 0, head, own_head)
     tma_load(desc.v, [batch, head, row, column], full, mem.v.index(stage))
 
 
@@ -97,6 +98,7 @@ def load_matrix_tiles(C: gl.constexpr, p, desc, mem, base, tile, block, count):
     WARPGROUPS: gl.constexpr = C.warpgroups
     stage = stage_of(count, C.matrix_stages)
     wait(base + 8 * (C.matrix_empty + stage), phase_of(count, C.matrix_stages) ^ 1)
+    fence_reads(base)
     full = mem.barriers.index(C.matrix_full + stage)
     expect_bytes(full, C.matrix_bytes * C.warpgroups)
     batch, head = split_head(p, tile.batch_head)

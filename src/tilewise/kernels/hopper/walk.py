@@ -178,6 +178,10 @@ def ranged_tile(C: gl.constexpr, p, number):
         part = number - divide(number, p.parts) * p.parts
         number = divide(number, p.parts)
     row_block, batch_head = place(C, p, number)
+    if C.guarded:
+        # Items that share a bias or mask read the same tile of it at about the same time, all but the first out of the L2 cache.
+        head = divide(batch_head, p.side_by_side)
+        batch_head = (batch_head - head * p.side_by_side) * p.heads + head
     if C.packed:
         # Rows count from the start of the tensor, so that positions are all that knows of sequences; keys count from the sequence's first.
         sequence, row, first_q, rows_q, length_q, first_k, length_k = packed_tile(p, row_block)
