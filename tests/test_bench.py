@@ -378,6 +378,21 @@ def test_a_child_answers_first_calls_and_memory(capsys):
     assert answer["ms"] > 0 and answer["ms_warm"] > 0
 
 
+def test_a_child_times_its_first_and_its_third_call(monkeypatch, capsys):
+    """The second is slower than all that follow: it is watched, so that they can be played."""
+    clock, lasts = [0.0], [8.0, 4.0, 2.0]
+
+    def passes(*of: object) -> None:
+        clock[0] += lasts.pop(0)
+
+    monkeypatch.setattr(child, "_once", passes)
+    monkeypatch.setattr(child, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    first = next(c for c in cases.CASES if c.group == "cpu_first_call")
+    assert child.main([json.dumps({"id": first.id, "pass": "fwd", "provider": "eager"})]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ms"], answer["ms_warm"], lasts) == (8000, 2000, [])
+
+
 def test_ceilings_are_measured():
     product, copy = timing.ceilings("cpu")
     assert product > copy / 100 > 0
