@@ -7,7 +7,7 @@ import torch
 
 from tilewise import UnsupportedAttention
 
-from .common import BACKENDS
+from .common import BACKENDS, skip_refused
 
 HERE = Path(__file__).parent
 
@@ -23,14 +23,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """What the Hopper kernels refuse, the portable ones serve: there is nothing to test, and the reason says so. Triton must not refuse."""
+    """What the Hopper kernels are known to refuse skips a test that is for every backend."""
     try:
         return (yield)
     except UnsupportedAttention as error:
-        backend = getattr(pyfuncitem, "callspec", None) and pyfuncitem.callspec.params.get("backend")
-        if backend != "hopper":
-            raise
-        pytest.skip(str(error))
+        skip_refused(pyfuncitem.callspec.params.get("backend", "") if hasattr(pyfuncitem, "callspec") else "", error)
 
 
 @pytest.fixture(params=BACKENDS)

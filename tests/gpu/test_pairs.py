@@ -74,4 +74,4 @@ def built(choice: Choice) -> dict[str, Any]:
 @pytest.mark.parametrize("choice", CALLS, ids=lambda choice: "-".join(choice.values()))
 def test_every_pair_of_features(backend: str, choice: Choice) -> None:
     """Nothing here is refused: both passes are those of the backend that is named."""
-    compare(built(choice), backend, deterministic=choice["order"] == "fixed")
+    compare(built(choice), backend, deterministic=choice["order"] == "fixed", served=True)
