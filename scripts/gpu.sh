@@ -55,7 +55,7 @@ if [[ ${TESTS:-1} == 1 ]]; then
   # By a thread: what waits for a kernel that hangs never comes back to Python, where a signal would be handled.
   "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120 --timeout-method thread)
   eval "more=(${TEST_ARGS:-})" # words with quotes, such as -k 'not hopper'
-  timeout --signal INT --kill-after 10 "${TEST_BUDGET:-420}" "$PYTHON" -m pytest tests/gpu -m gpu -p no:cacheprovider \
+  timeout --signal INT --kill-after 10 "${TEST_BUDGET:-420}" "$PYTHON" -m pytest tests/gpu tests/test_lab.py -m gpu -p no:cacheprovider \
     "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 --disable-warnings "${more[@]}" >"$logs/gpu-tests.log" 2>&1 || status=$?
   grep -E "^(FAILED|ERROR)" "$logs/gpu-tests.log" | cut -c1-200 | head -25
   tail -n 12 "$logs/gpu-tests.log" | cut -c1-160
