@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from tilewise.kernels.hopper import walk
 from tilewise.kernels.hopper.configs import TILES, Variant
+from tilewise.kernels.triton import tiles as portable_tiles
 
 _FIELDS = "batch_head part row first_row rows_end rows_stop origin shift keys_end last_block blocks"
 _Tile = namedtuple("_Tile", _FIELDS)
@@ -126,6 +127,12 @@ def test_walk_covers_what_is_visible(left, right, with_lengths, tile):
             for warpgroup in range(variant.warpgroups):
                 row = t.row + 64 * warpgroup
                 plain_first, plain_end = _FOUND["plain_blocks"](variant, p, t, row)
+                for block in range(first, end):
+                    # Masked at the edges only: just where some row does not see some key.
+                    start, stop = block * variant.block_n, (block + 1) * variant.block_n
+                    whole = stop <= t.keys_end and (right < 0 or stop - 1 <= row + t.shift + right)
+                    whole = whole and (left < 0 or start >= row + 63 + t.shift - left)
+                    assert _FOUND["needs_mask"](variant, block, plain_first, plain_end) == (not whole), (number, block, t)
                 for i in range(row, min(row + 64, seqlen_q), 9):
                     seen = {j for j in range(seqlen_k) if _visible(i, j, left, right, len_q, len_k)}
                     found = set()
@@ -189,11 +196,55 @@ def test_parts_of_a_tile_cover_what_is_visible_once(left, right, with_lengths):
                 assert set(counted) == {j for j in range(seqlen_k) if _visible(i, j, left, right, len_q, len_k)}
 
 
-def test_parts_of_long_tiles_come_first():
-    variant = Variant(TILES["128"], "bf16", 128, 1, 128, right=True, parts=True)
-    p = _problem(1, 2, 1024, 1024, variant, -1, 0, [1024], [1024], 2, 3)
-    rows = [_FOUND["find_tile"](variant, p, number).row for number in range(p.tiles)]
-    assert rows == sorted(rows, reverse=True)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_long_tiles_come_first(parts):
+    variant = Variant(TILES["128"], "bf16", 128, 1, 128, right=True, parts=parts > 1)
+    p = _problem(1, 2, 1024, 1024, variant, -1, 0, [1024], [1024], 2, parts)
+    tiles = [_FOUND["find_tile"](variant, p, number) for number in range(p.tiles)]
+    assert [t.row for t in tiles] == sorted((t.row for t in tiles), reverse=True)
+    lengths = [sum(t.blocks for t in tiles[number : number + parts] if t.keys_end > 0) for number in range(0, p.tiles, parts)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == 8 and lengths[-1] == 1
+
+
+_TL = types.SimpleNamespace(minimum=min, maximum=max, where=_GL.where, cdiv=lambda a, b: -(-a // b))
+_portable_range = types.FunctionType(portable_tiles.key_tile_range.fn.__code__, {"tl": _TL}, "key_tile_range")
+
+
+def _keys(i, left, right, length_q, length_k):
+    p = i + length_k - length_q
+    return range(max(p - left, 0) if left >= 0 else 0, min(p + right + 1, length_k) if right >= 0 else length_k)
+
+
+@pytest.mark.parametrize("left, right", list(itertools.product((-1, 0, 150, 700), (-1, 0, 90))))
+@pytest.mark.parametrize("tile", ["128", "256"])
+def test_the_portable_kernels_walk_over_the_same_keys(left, right, tile):
+    """Their tile ranges are code of their own. A grid that begins at the first key, not at the first that a window shows, holds the same
+    keys in other blocks, so that what agrees is where the first and the last visible key of a tile lie: in the first and the last block."""
+    draw = random.Random(f"{left} {right} {tile}")
+    variant = Variant(TILES[tile], "bf16", 64, 1, 64, right=right >= 0, left=left >= 0, lengths_q=True, lengths_k=True)
+    for _ in range(60):
+        seqlen_q, seqlen_k = draw.choice([1, 64, 130, 700]), draw.choice([1, 64, 513, 1100])
+        len_q, len_k = draw.choice([1, seqlen_q // 2, seqlen_q]), draw.choice([0, seqlen_k // 2, seqlen_k])
+        p = _problem(1, 1, seqlen_q, seqlen_k, variant, left, right, [len_q], [len_k], 1)
+        for number in range(p.tiles):
+            t = _FOUND["find_tile"](variant, p, number)
+            span = len_q, len_k, None if left < 0 else left, None if right < 0 else right
+            lo, _, _, hi = _portable_range(t.row, span, variant.block_m, variant.block_n)
+            seen = [_keys(i, left, right, len_q, len_k) for i in range(t.row, min(t.row + variant.block_m, len_q))]
+            firsts, lasts = [keys.start for keys in seen if keys], [keys.stop - 1 for keys in seen if keys]
+            first_start, last_start = t.origin + (t.last_block - t.blocks + 1) * variant.block_n, t.origin + t.last_block * variant.block_n
+            if not firsts:
+                assert hi <= lo and (t.keys_end == 0 or t.row + variant.block_m > len_q), (span, t)
+                continue
+            assert lo <= min(firsts) < lo + variant.block_n
+            assert max(lasts) == hi - 1
+            assert first_start <= min(firsts) < first_start + variant.block_n
+            if t.row + variant.block_m <= len_q:  # else rows beyond the length may see one block more
+                assert last_start <= max(lasts) < last_start + variant.block_n
+            else:
+                assert max(lasts) < last_start + variant.block_n
+            if left < 0:
+                assert first_start == lo == 0
 
 
 @pytest.mark.parametrize("right", [-1, 0])
