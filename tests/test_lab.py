@@ -534,7 +534,8 @@ def browser(tmp_path):
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
     driver = shutil.which("chromedriver")
     if not binary or not driver:
-        pytest.skip("no browser here: apt-get install chromium chromium-driver")
+        missing = pytest.fail if os.environ.get("CI_BROWSER") == "required" else pytest.skip
+        missing("no browser here: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1500,950"):
