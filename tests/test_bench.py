@@ -2,9 +2,11 @@
 
 import doctest
 import functools
+import io
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -12,18 +14,20 @@ import types
 from collections import Counter
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tilewise
 from tilewise import reference
-from tilewise.bench import cases, check, child, masked, peers, report, run, source_hash, step, timing, tune
+from tilewise.bench import adapters, cases, check, child, masked, peers, report, run, source_hash, step, timing, tune
 from tilewise.bench.adapters import eager
 from tilewise.bench.cases import Bar, Case
 from tilewise.bench.check import Oracle, relative_error
 from tilewise.bench.provider import Inputs, Prepared, Provider, Unsupported
 from tilewise.kernels.triton import configs
+from tilewise.plan import Target
 
 KEYS = {
     *("run_id", "case", "head_dim", "head_dim_v", "seqlen", "batch", "heads", "kv_heads", "causal", "dtype", "pass", "provider"),
@@ -406,6 +410,40 @@ def test_unknown_providers_are_refused_and_absent_ones_are_named():
     assert "fa3" in missing
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_progress_bar_and_the_time_left(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    made = benchmark(TINY, [peers.BUILT_IN["eager"]], budget=600.0)
+    made.report = report.Reporter()
+    made.cases = [TINY] * 3
+    made.run()
+    shown = sys.stdout.getvalue()
+    assert all(f"{done}/3" in shown for done in range(4)) and "\u2501" in shown
+    assert re.search(r"tiny/full \w+ eager, \d+ s left", shown)
+    assert shown.count("TFLOP/s") >= 3  # and a line for each measurement, above the bar
+
+
+def test_flex_attention_is_compiled_anew_for_each_case_and_never_run_eagerly(monkeypatch):
+    """What it compiled for an earlier case would make shapes dynamic, and a break of the graph would run unfused attention in its place."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    done: list[Any] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: done.append(options) or function)
+    with torch._functorch.config.patch(donated_buffer=True):  # restored after
+        for case in (TINY, replace(TINY, causal=True)):
+            adapters.flex(case, Inputs.make(case))
+    assert done == ["reset", {"dynamic": False, "fullgraph": True}] * 2
+
+
 # ------------------------------------------------------------------------------------------------------------------------- step
 
 
@@ -671,6 +709,47 @@ def test_the_rewritten_table_differs_in_the_tuned_entry_alone():
     expected = {key: {dim: astuple(c) for dim, c in row.items()} for key, row in configs.TABLE.items()}
     expected[entry[0]][entry[1]] = astuple(new)
     assert as_values == expected
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """`tune.main` on a named device, over a copy of the table, with milliseconds that are given: by whether a config is the table's."""
+    copy = tmp_path / "configs.py"
+    copy.write_text(Path(configs.__file__).read_text())
+    monkeypatch.setattr(configs, "__file__", str(copy))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune.plan, "target_of", lambda device: Target("cuda", (9, 0), "NVIDIA H200"))
+    other = configs.Config(32, 128, 4, 2)
+
+    def main(present: float, found: float, *options: str) -> str:
+        def measured(keys, most, workers, budget):
+            (entry,) = keys
+            times = {configs.TABLE[entry[0]][entry[1]]: present, other: found}
+            every = [tune.Measured(tune.Trial(*entry, config), {"full": ms, "causal": ms}) for config, ms in times.items()]
+            return {entry: sorted(every, key=lambda one: one.score)}
+
+        monkeypatch.setattr(tune, "tune", measured)
+        assert tune.main(["--dims", "256", "--purposes", configs.DKDV, *options]) == 0
+        return copy.read_text()
+
+    main.faster = tune.rewritten(copy.read_text(), {(("sm90", 16, configs.DKDV), 256): other})
+    return main
+
+
+def test_tuning_shows_the_change_and_writes_it_when_told(tuned, capsys):
+    before = Path(configs.__file__).read_text()
+    assert tuned(2.0, 1.0) == before
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")]
+    assert [line[0] for line in shown] == ["-", "+"] and "Config(32, 128, 4, 2)" in shown[1]
+    assert tuned(2.0, 1.0, "--write") == tuned.faster != before
+
+
+def test_a_gain_within_the_noise_changes_nothing(tuned, tmp_path, capsys):
+    before = Path(configs.__file__).read_text()
+    assert tuned(2.0, 1.99, "--write", "--out", str(tmp_path / "measured.jsonl")) == before
+    assert "no change" in capsys.readouterr().out
+    assert [json.loads(line)["ms"]["full"] for line in (tmp_path / "measured.jsonl").read_text().splitlines()] == [1.99, 2.0]
 
 
 @pytest.mark.parametrize("name", ["blocks-26", "documents-4"])
