@@ -53,7 +53,11 @@ if [[ ${TESTS:-1} == 1 ]]; then
   "$PYTHON" -c "import xdist" 2>/dev/null && jobs=(-n "${TEST_JOBS:-$(($(nproc) < 16 ? $(nproc) : 16))}" --dist worksteal)
   limit=()
   # By a thread: what waits for a kernel that hangs never comes back to Python, where a signal would be handled.
-  "$PYTHON" -c "import pytest_timeout" 2>/dev/null && limit=(--timeout 120 --timeout-method thread)
+  if "$PYTHON" -c "import pytest_timeout" 2>/dev/null; then
+    limit=(--timeout 120 --timeout-method thread)
+  else
+    echo "without pytest-timeout a kernel that hangs ends the tests only after ${TEST_BUDGET:-420} s"
+  fi
   eval "more=(${TEST_ARGS:-})" # words with quotes, such as -k 'not hopper'
   timeout --signal INT --kill-after 10 "${TEST_BUDGET:-420}" "$PYTHON" -m pytest tests/gpu tests/test_lab.py -m gpu -p no:cacheprovider \
     "${jobs[@]}" "${limit[@]}" --tb short -ra --durations 8 --disable-warnings "${more[@]}" >"$logs/gpu-tests.log" 2>&1 || status=$?
