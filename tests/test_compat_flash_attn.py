@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import importlib.util
 import inspect
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import assert_close_to_reference, make_inputs, reference_with_grads, run_with_grads, unfused_with_grads
-from tilewise import UnsupportedAttention, compat, masks, reference, versions, warmup
-from tilewise.compat import bert_padding, flash_attn, flash_attn_interface, installing, sdpa
+from tilewise import UnsupportedAttention, compat, masks, reference
+from tilewise.compat import bert_padding, flash_attn, flash_attn_interface
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINKS = torch.tensor([0.0, 1.0, -1.0, 2.0])
@@ -328,8 +327,3 @@ def test_installing_is_reversible_and_may_be_repeated(monkeypatch: pytest.Monkey
     compat.uninstall()
     assert sys.modules["flash_attn"] is real and sys.modules["flash_attn.layers"] is submodule
     assert "flash_attn_interface" not in sys.modules and "flash_attn.bert_padding" not in sys.modules
-
-
-def test_doctests() -> None:
-    for module in (flash_attn, flash_attn_interface, bert_padding, sdpa, installing, versions, warmup):
-        assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0, module.__name__

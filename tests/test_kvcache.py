@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from typing import Any
 
 import pytest
@@ -543,14 +541,3 @@ def test_autocast_casts_what_is_new():
         out = attention_with_kvcache(**given)
     want = attention_with_kvcache(**{name: x if name == "cache_seqlens" else x.bfloat16() for name, x in given.items()})
     assert torch.equal(out, want) and out.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["api", "packed", "reference"])
-def test_examples(name):
-    module = importlib.import_module(f"tilewise.kvcache.{name}")
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed
-
-
-def test_examples_of_the_configs():
-    assert doctest.testmod(importlib.import_module("tilewise.kernels.triton.cache.configs")).failed == 0
