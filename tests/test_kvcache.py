@@ -307,7 +307,7 @@ def test_shapes_and_dtypes_of_caches_are_checked():
         ({"v_cache": given["v_cache"][:, 1:]}, ValueError, "only their last dimensions may differ"),
         ({"q": given["q"][..., :8]}, ValueError, "q has head dim 8 but k_cache has 16"),
         ({"q": given["q"][:, :, :3]}, ValueError, "no multiple of the 2 heads of the caches"),
-        ({"q": given["q"].half()}, TypeError, "A cache is never converted"),
+        ({"q": given["q"].half()}, TypeError, "a cache is never converted"),
         ({"q": given["q"][0]}, ValueError, "rank 4"),
         ({"k_cache": given["k_cache"].to("meta")}, ValueError, "k_cache is on meta"),
     ):
