@@ -267,6 +267,30 @@ def test_the_warmup_command_lists_what_it_compiled(capsys, monkeypatch) -> None:
     assert capsys.readouterr().out.split() == ["training", "1.5", "s"]
 
 
+def test_the_bar_of_warmup_advances_with_each_case(capsys, monkeypatch) -> None:
+    commands = pytest.importorskip("tilewise.commands")
+    bars, seen = [], []
+
+    class Watched(commands.Progress):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    def one_after_the_other(listed, processes):
+        for case in listed:
+            seen.append([(task.completed, task.total) for task in bars[-1].tasks])
+            yield case, 1.5
+
+    monkeypatch.setattr(commands, "Progress", Watched)
+    monkeypatch.setattr(warmup, "check_device", lambda: None)
+    monkeypatch.setattr(warmup, "run_all", one_after_the_other)
+    assert main(["warmup", "--model", "mistral-7b"]) == 0
+    assert seen == [[(0, 2)], [(1, 2)]] and bars[-1].finished
+    assert "decoding, window 4096" in (shown := capsys.readouterr().err) and "100%" in shown
+    assert main(["warmup", "--model", "mistral-7b", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 # --------------------------------------------------------------------------------------------------------------------- threads
 
 
