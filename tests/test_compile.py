@@ -52,7 +52,7 @@ def spills_too_much(row: dict) -> bool:
     return row["spilled"] > allowed and row["dtype"] != "fp32" and row["head_dim"] <= 128
 
 
-@pytest.mark.parametrize("case", list(compile_all.sample()), ids=lambda c: f"{c.target}-{c.kernel}-{c.head_dim}-{c.features}")
+@pytest.mark.parametrize("case", list(compile_all.sample()), ids=lambda c: f"{c.target}-{c.kernel}-{c.head_dim}-{c.dtype}-{c.features}")
 def test_sample_compiles_within_bounds(case):
     row = compile_in_a_process(case)
     assert row["shared"] <= configs.SHARED_LIMIT[case.target]
