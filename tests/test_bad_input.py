@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,16 +46,17 @@ def inputs(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]
 
 
 @contextmanager
-def refusal(kinds: type[Exception] | tuple[type[Exception], ...], *pieces: str, launches_op: bool = False) -> Iterator[None]:
+def refusal(kinds: type[Exception] | tuple[type[Exception], ...], *pieces: str, launches_op: bool = False) -> Iterator[Any]:
     """Expects an exception whose message is one sentence with all the given pieces, and no kernel before it."""
     with Launches() as launches, pytest.raises(kinds) as caught:
-        yield
+        yield caught
     if not launches_op:
         assert launches.seen == []
     message = str(caught.value)
     for piece in pieces:
         assert re.search(piece, message), f"{piece!r} is not in: {message}"
     assert "\n" not in message.strip(), f"more than one line: {message}"
+    assert not re.search(r"[.!?] +[A-Z]", message), f"more than one sentence: {message}"
     assert len(message) > 30, f"too short to say what is allowed: {message}"
 
 
@@ -89,8 +91,16 @@ KINDS = {
     "q_numpy": ({"q": rand(B, SQ, HQ, D).numpy()}, TypeError, [r"\bq\b", "ndarray", "Tensor"]),
     "window_set": ({"window_size": {1, 2}}, TypeError, ["window_size", r"\{1, 2\}", "pair"]),
     "padding_mask": ({"mask": torch.ones(B, SK) > 0}, ValueError, ["mask", r"\(2, 7\)", "batch item", r"mask\[:, None, None, :\]"]),
-    "score_mod_of_one_argument": ({"score_mod": lambda s: s}, TypeError, [r"score_mod\(score, b, h, q_idx, kv_idx\)", "5"]),
-    "mask_function_of_two": ({"mask": masks.Custom(lambda i, j: i >= j)}, TypeError, [r"mask function\(b, h, q_idx, kv_idx\)", "4"]),
+    "score_mod_of_one_argument": (
+        {"score_mod": lambda s: s},
+        TypeError,
+        [r"score_mod\(score, b, h, q_idx, kv_idx\)", "of these 5 arguments"],
+    ),
+    "mask_function_of_two": (
+        {"mask": masks.Custom(lambda i, j: i >= j)},
+        TypeError,
+        [r"mask function\(b, h, q_idx, kv_idx\)", "of these 4 arguments"],
+    ),
     "causal_of_numpy": ({"causal": np.bool_(True)}, TypeError, ["causal", "numpy", "must be a bool"]),
     "q_sparse": ({"q": rand(B, SQ, HQ, D).to_sparse()}, TypeError, [r"\bq\b", "sparse_coo", "dense"]),
     "k_nested": ({"k": torch.nested.nested_tensor([rand(SK, HK, D)] * B)}, TypeError, [r"\bk\b", "nested", "dense"]),
@@ -226,7 +236,7 @@ LENGTHS = {
 CHOICES = {
     "layout": ({"layout": "sbhd"}, ValueError, ["layout", "sbhd", "bshd", "bhsd"]),
     "backend": ({"backend": "cuda"}, ValueError, ["backend", "cuda", "auto", "tiled"]),
-    "deterministic": ({"deterministic": "yes"}, TypeError, ["deterministic", "yes|str", "None|bool"]),
+    "deterministic": ({"deterministic": "yes"}, TypeError, ["deterministic", "yes", "True, False, or None"]),
     "out_dtype_narrower": ({"out_dtype": torch.float16}, (TypeError, ValueError), ["out_dtype", "float16", "float32"]),
     "check_values_number": ({"check_values": 3}, TypeError, ["check_values", "3", "bool"]),
     "out_dtype_integer": ({"out_dtype": torch.int32}, (TypeError, ValueError), ["out_dtype", "int32", "float32"]),
@@ -321,6 +331,31 @@ def test_zero_sizes_work(sizes: dict[str, int], layout: str) -> None:
         assert isinstance(x.grad, Tensor)
         assert x.grad.shape == x.shape
         assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("v", (6, HK, DV)), ("v", (7, 1, DV)), ("k", (7, 3, D))])
+def test_packed_sequences_have_no_layout(name: str, shape: tuple[int, ...]) -> None:
+    tensors = {"q": rand(7, HQ, D), "k": rand(7, HK, D), "v": rand(7, HK, DV)} | {name: rand(shape)}
+    offsets = torch.tensor([0, 7], dtype=I32)
+    with refusal(ValueError, r"\bk\b", r"\bv\b") as caught:
+        tilewise.attention_varlen(**tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert "layout" not in str(caught.value)
+
+
+def test_a_wrong_operation_in_a_function_is_not_called_its_arity() -> None:
+    with refusal(TypeError, "score_mod", r"abs\(\)") as caught:
+        call(inputs(score_mod=lambda score, b, h, q, k: score * abs(q, k)))
+    assert "give a function" not in str(caught.value)
+
+
+def test_backward_inside_a_dual_level_says_to_leave_it() -> None:
+    q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(tilewise.attention(q, forward_ad.make_dual(k, torch.ones_like(k)), v)).tangent
+        with refusal(NotImplementedError, "first and second derivatives", r"leave the level before backward\(\)", launches_op=True):
+            tangent.sum().backward()
+    tangent.sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_misuse_beside_attention() -> None:

@@ -1,6 +1,5 @@
 """The benchmark's own promises: what it checks, what it refuses to report, and that it ends in time."""
 
-import doctest
 import functools
 import io
 import itertools
@@ -665,12 +664,6 @@ def test_a_rerun_replaces_the_rows_it_repeats():
     plot = pytest.importorskip("tilewise.bench.plot")
     rows = [picture_row("fa3", 1024, tflops=1.0), picture_row("fa3", 1024, tflops=2.0)]
     assert [row["tflops"] for row in plot.latest(rows)] == [2.0]
-
-
-def test_examples_in_the_docstrings_hold():
-    plot = pytest.importorskip("tilewise.bench.plot")
-    for module in (cases, report, plot):
-        assert doctest.testmod(module).failed == 0
 
 
 # ------------------------------------------------------------------------------------------------------------------------- tune

@@ -1,7 +1,6 @@
 """Tile lists against the rule's own predicate, and attention with them against the reference."""
 
 import copy
-import doctest
 import pickle
 import time
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from tilewise import BlockMask, UnsupportedAttention, attention, block_mask, explain, masks, reference, tile_cache, tile_status
+from tilewise import BlockMask, UnsupportedAttention, attention, explain, masks, reference, tile_cache, tile_status
 from tilewise.kernels import chunks, tiled
 from tilewise.masks import Blocks, Causal, Custom, Dense, Dilated, Document, FirstKeys, Full, PrefixLM, SlidingWindow
 from tilewise.plan import Operands, Rules
@@ -227,10 +226,6 @@ def test_picture(tmp_path) -> None:
     axes = mask.plot()
     axes.figure.savefig(tmp_path / "mask.png")
     assert axes.get_title() == "Causal(): 57.1% of tiles"
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(block_mask).failed == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ in attention

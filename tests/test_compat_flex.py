@@ -1,7 +1,6 @@
 """tilewise.compat.flex against the reference and against torch's own flex_attention, on the public examples of both."""
 
 import copy
-import doctest
 import inspect
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from tilewise import BlockMask, UnsupportedAttention, masks, reference
-from tilewise.compat import flex, flex_mask
+from tilewise.compat import flex
 from tilewise.compat.flex import AuxRequest, and_masks, create_block_mask, flex_attention, noop_mask, or_masks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -223,8 +222,3 @@ def test_what_a_mask_does_not_have() -> None:
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     made = flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(S, S))
     assert torch.equal(flex_attention(*inputs(), block_mask=made), flex_attention(*inputs(), block_mask=mask))
-
-
-def test_doctests() -> None:
-    for module in (flex, flex_mask):
-        assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0

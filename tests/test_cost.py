@@ -1,6 +1,5 @@
 """`cost.py` against counts made the slow way."""
 
-import doctest
 import itertools
 
 import pytest
@@ -75,7 +74,3 @@ def test_roofline_names_what_binds():
 def test_unknown_passes_are_refused_in_words():
     with pytest.raises(ValueError, match=r"fwd, bwd, fwd\+bwd, got 'forward'"):
         cost.flops(Problem(1, 1, 1, 1), "forward")
-
-
-def test_examples_in_the_docstrings_hold():
-    assert doctest.testmod(cost).failed == 0

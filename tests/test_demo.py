@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tilewise.demo import Settings, run
-from tilewise.demo.model import eager_attention
+from tilewise.demo.model import Attention, ByteGPT, eager_attention
 from tilewise.demo.run import causal_attention
 from tilewise.demo.scaling import Shape, check, measure, peak_bytes, step
 from tilewise.demo.text import draw_batches, standard_library_text
-from tilewise.demo.training import compare, train
+from tilewise.demo.training import Curve, compare, train
 
 CPU = torch.device("cpu")
 TINY = Settings(
@@ -181,3 +181,73 @@ def test_the_report_shows_both_curves_and_marks_predictions(results: dict) -> No
     assert f"{results['training']['losses']['tilewise'][-1]:.5f}" in text
     assert "agree at every step" in text
     assert "(6.82 MB)" in text  # unfused attention at 512: 3 x 2 x 512^2 x 4 bytes and two masks, predicted
+
+
+# --------------------------------------------------------------------------------------------------- the same model, elsewhere
+
+
+class NextByte(torch.nn.Module):
+    """A small `ByteGPT` with the loss inside, as `transformers.Trainer` expects it."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = ByteGPT(attention, width=64, heads=2, layers=1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.model(input_ids)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def windows() -> list[dict[str, torch.Tensor]]:
+    batches = draw_batches(standard_library_text(1 << 16), 10, 4, 64, seed=0)
+    return [dict(input_ids=tokens[:-1], labels=tokens[1:]) for tokens in batches.flatten(0, 1)]
+
+
+def losses_of_a_loop(attention: Attention, backend: str | None) -> list[float]:
+    model = NextByte(attention)
+    step = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for batch in torch.utils.data.DataLoader(windows(), batch_size=4):
+        loss = step(**batch)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of_the_trainer(attention: Attention, folder: Path) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    settings = TrainingArguments(
+        output_dir=str(folder), max_steps=10, per_device_train_batch_size=4, learning_rate=2e-3, logging_steps=1, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    losses = []
+
+    class Recorder(Trainer):  # its log rounds to four digits
+        def compute_loss(self, *args: object, **kwargs: object) -> object:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    Recorder(model=NextByte(attention), args=settings, train_dataset=windows()).train()
+    return losses
+
+
+@pytest.mark.parametrize("where", ["aot_eager", "inductor", "trainer"])
+def test_training_in_a_compiled_loop_and_in_the_trainer_follows_eager(where: str, tmp_path: Path) -> None:
+    """The tolerance is that of the demo: what eager attention that sums in another order departs from eager attention."""
+    if where == "trainer":
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+    run = partial(losses_of_the_trainer, folder=tmp_path) if where == "trainer" else partial(losses_of_a_loop, backend=where)
+    plain = run if where == "trainer" else partial(losses_of_a_loop, backend=None)
+    eager, other = plain(eager_attention), plain(partial(eager_attention, reverse_keys=True))
+    ours, wrong = run(causal_attention), plain(wrong_scale)
+    assert len(ours) == 10 and ours[-1] < ours[0] - 0.5
+    mine, reference, noise, mistaken = (Curve(losses, 0.0) for losses in (ours, eager, other, wrong))
+    assert compare(mine, reference, noise).holds
+    assert not compare(mistaken, reference, noise).holds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from dataclasses import replace
 
@@ -162,4 +161,3 @@ def test_it_prints_well_and_is_plain_data() -> None:
     lines = str(told).splitlines()
     assert all(len(line) < 160 for line in lines)
     assert [line.split()[0] for line in lines] == ["pass", "backend", "device", "work", "extra", "roofline"]
-    assert doctest.testmod(explaining).failed == 0

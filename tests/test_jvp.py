@@ -187,6 +187,37 @@ def test_a_third_derivative_raises_in_words() -> None:
         torch.func.grad(lambda q: torch.func.hessian(f)(q).square().sum())(x["q"])
 
 
+@pytest.mark.parametrize("how", ["func.jvp", "compiled", "dual numbers", "grad of jvp"])
+def test_training_through_a_tangent(how: str) -> None:
+    """The gradient of a loss that holds an output and its tangent, in the weights before attention: what mean-flow models train on."""
+    torch.manual_seed(0)
+    x, u = (torch.randn(2, 7, 8, dtype=torch.float64) for _ in range(2))
+    weights = torch.randn(3, 8, 12, dtype=torch.float64)
+
+    def loss(weights: Tensor, backend: str) -> Tensor:
+        def f(x: Tensor) -> Tensor:
+            q, k, v = ((x @ w).unflatten(-1, (3, 4)) for w in weights)
+            return attention(q, k, v, causal=True, backend=backend)
+
+        if how == "dual numbers":
+            with forward_ad.dual_level():
+                out, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, u)))
+        else:
+            out, tangent = torch.func.jvp(f, (x,), (u,))
+        return (out.sin() * tangent).sum() + tangent.square().sum()
+
+    def gradient(backend: str) -> Tensor:
+        if how == "grad of jvp":
+            return torch.func.grad(loss)(weights, backend)
+        w = weights.clone().requires_grad_()
+        compiled = how == "compiled" and backend != "reference"
+        (torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss)(w, backend).backward()
+        assert w.grad is not None
+        return w.grad
+
+    torch.testing.assert_close(gradient("auto"), gradient("reference"), rtol=1e-10, atol=1e-10)
+
+
 def test_hidden_values_reach_no_tangent() -> None:
     """NaN in what nobody sees, in the inputs and in their tangents; rows that see nothing stand still."""
     x = {name: t.double() for name, t in make_inputs(2, 9, 12, heads=4, kv_heads=2).items()}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
-from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, masks
+from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, cost, masks
 from tilewise.kernels import tiled_cache
 from tilewise.kvcache import reference
 from tilewise.kvcache.packed import attention_over_pages, varlen_over_pages
@@ -70,6 +69,44 @@ def test_the_whole_sequence_at_once_and_token_by_token():
 def test_a_bare_number_stands_for_all_lengths():
     given = cached()
     assert torch.equal(attention_with_kvcache(**given, cache_seqlens=7), attention_with_kvcache(**given, cache_seqlens=lengths(7, 7)))
+
+
+def counted(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    assert set(counter.get_flop_counts()["Global"]) == {torch.ops.tilewise.attention_cached}
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (6, 0), (3, 2)])
+def test_counted_operations_are_those_of_full_caches(window):
+    """Exact for caches that are full, whatever holds them, and never less than what shorter ones compute."""
+
+    def computed(length: int, size_q: int = 5) -> int:
+        left, right = window
+        problem = cost.Problem(
+            batch=1, heads=4, kv_heads=2, seqlen_q=size_q, seqlen_k=length, head_dim=16, head_dim_v=8, window_left=left, window_right=right
+        )
+        return cost.flops(problem)
+
+    rules = {"window_size": window}
+    dense = cached(size_q=5, dim_v=8)
+    pages = dict(zip(("k_cache", "v_cache"), (dense[name].reshape(6, 8, 2, -1) for name in ("k_cache", "v_cache")), strict=True))
+    table = torch.arange(6, dtype=I32).reshape(2, 3)
+    for _ in range(2):  # the second call is a repeated one
+        assert counted(lambda: attention_with_kvcache(**dense, **rules)) == 2 * computed(24)
+    assert counted(lambda: attention_with_kvcache(dense["q"], **pages, page_table=table, **rules)) == 2 * computed(24)
+    for short in (0, 3, 11):
+        full = counted(lambda short=short: attention_with_kvcache(**dense, cache_seqlens=lengths(short, short), **rules))
+        assert full == 2 * computed(24) >= 2 * computed(short)
+
+    def packed(*sizes: int) -> int:
+        q = torch.randn(sum(sizes), 4, 16)
+        ends = torch.tensor([0, *sizes]).cumsum(0).to(I32)
+        return counted(lambda: attention_over_pages(q, *pages.values(), ends, table[: len(sizes)], **rules))
+
+    assert packed(5) == computed(24)
+    assert packed(2, 7) >= computed(24, 2) + computed(24, 7)
 
 
 def test_merge_of_two_halves():
@@ -270,7 +307,7 @@ def test_shapes_and_dtypes_of_caches_are_checked():
         ({"v_cache": given["v_cache"][:, 1:]}, ValueError, "only their last dimensions may differ"),
         ({"q": given["q"][..., :8]}, ValueError, "q has head dim 8 but k_cache has 16"),
         ({"q": given["q"][:, :, :3]}, ValueError, "no multiple of the 2 heads of the caches"),
-        ({"q": given["q"].half()}, TypeError, "A cache is never converted"),
+        ({"q": given["q"].half()}, TypeError, "a cache is never converted"),
         ({"q": given["q"][0]}, ValueError, "rank 4"),
         ({"k_cache": given["k_cache"].to("meta")}, ValueError, "k_cache is on meta"),
     ):
@@ -543,14 +580,3 @@ def test_autocast_casts_what_is_new():
         out = attention_with_kvcache(**given)
     want = attention_with_kvcache(**{name: x if name == "cache_seqlens" else x.bfloat16() for name, x in given.items()})
     assert torch.equal(out, want) and out.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["api", "packed", "reference"])
-def test_examples(name):
-    module = importlib.import_module(f"tilewise.kvcache.{name}")
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed
-
-
-def test_examples_of_the_configs():
-    assert doctest.testmod(importlib.import_module("tilewise.kernels.triton.cache.configs")).failed == 0

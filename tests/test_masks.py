@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from tilewise import UnsupportedAttention, attention, mask_base, masks, score_mod
+from tilewise import UnsupportedAttention, attention, mask_base, masks
 from tilewise.masks import (
     Blocks,
     Causal,
@@ -460,12 +460,6 @@ def test_the_page_of_matrices():
     page = pathlib.Path(__file__).parent.parent / "docs" / "conventions.md"
     found = doctest.testfile(str(page), module_relative=False)
     assert found.attempted > 50 and not found.failed
-
-
-@pytest.mark.parametrize("module", [mask_base, masks, score_mod], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module):
-    found = doctest.testmod(module, extraglobs=vars(masks))
-    assert found.attempted and not found.failed
 
 
 def test_rules_inside_a_full_graph_serve_every_length_with_one_compilation():

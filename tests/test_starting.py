@@ -100,6 +100,7 @@ def test_no_module_imports_at_its_top_what_some_systems_lack() -> None:
         ("2.13.0+cpu", "3.9.0", []),
         ("2.11.0", "", []),
         ("2.12.1", "3.6.0", []),
+        ("3.0.0", "4.0.0", []),
         ("2.10.0", "3.6.0", ["torch 2.10.0"]),
         ("2.11.0", "3.5.1", ["Triton 3.5.1"]),
         ("2.9.0", "3.5.0", ["torch 2.9.0", "Triton 3.5.0"]),
@@ -109,8 +110,18 @@ def test_an_unsupported_pair_is_told_in_one_sentence(torch_version: str, triton_
     problem = versions.complaint(torch_version, triton_version)
     assert bool(problem) == bool(named)
     if named:
-        assert all(words in problem for words in [*named, "torch 2.11 or newer", "Triton 3.6 or newer"])
+        supported = ["torch 2.11 or newer (tested to 2.13)", "Triton 3.6 or newer (tested to 3.9)"]
+        assert all(words in problem for words in [*named, *supported])
         assert "\n" not in problem and problem.count(". ") == 0
+
+
+def test_the_range_that_is_told_is_the_range_that_is_tested() -> None:
+    """`make test` runs on the newest torch of the range, and the README says so."""
+    root = Path(__file__).parents[1]
+    newest = versions.dotted(versions.NEWEST_TESTED_TORCH)
+    assert f"TORCH ?= torch=={newest}.0\n" in (root / "Makefile").read_text()
+    assert f"torch {versions.dotted(versions.OLDEST_TORCH)} and {newest}" in (root / "README.md").read_text()
+    assert f"OLDEST_TRITON := triton=={versions.dotted(versions.OLDEST_TRITON)}." in (root / "Makefile").read_text()
 
 
 def test_the_sentence_comes_before_what_an_old_torch_breaks() -> None:
@@ -150,7 +161,7 @@ def test_the_sentence_is_a_warning_at_import() -> None:
         """
     )
     sentence, shape = printed.strip().splitlines()
-    assert "torch 2.11 or newer with Triton 3.6 or newer" in sentence and "has Triton 3.2.0" in sentence
+    assert "torch 2.11 or newer (tested to 2.13) with Triton 3.6 or newer (tested to 3.9)" in sentence and "has Triton 3.2.0" in sentence
     assert shape == "torch.Size([1, 4, 2, 8])"
 
 
@@ -254,6 +265,30 @@ def test_the_warmup_command_lists_what_it_compiled(capsys, monkeypatch) -> None:
     assert capsys.readouterr().out.strip() == '{"training, window 4096": 1.5, "decoding, window 4096": 1.5}'
     assert main(["warmup", "--shape", "8,2,64", "--full"]) == 0
     assert capsys.readouterr().out.split() == ["training", "1.5", "s"]
+
+
+def test_the_bar_of_warmup_advances_with_each_case(capsys, monkeypatch) -> None:
+    commands = pytest.importorskip("tilewise.commands")
+    bars, seen = [], []
+
+    class Watched(commands.Progress):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    def one_after_the_other(listed, processes):
+        for case in listed:
+            seen.append([(task.completed, task.total) for task in bars[-1].tasks])
+            yield case, 1.5
+
+    monkeypatch.setattr(commands, "Progress", Watched)
+    monkeypatch.setattr(warmup, "check_device", lambda: None)
+    monkeypatch.setattr(warmup, "run_all", one_after_the_other)
+    assert main(["warmup", "--model", "mistral-7b"]) == 0
+    assert seen == [[(0, 2)], [(1, 2)]] and bars[-1].finished
+    assert "decoding, window 4096" in (shown := capsys.readouterr().err) and "100%" in shown
+    assert main(["warmup", "--model", "mistral-7b", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 # --------------------------------------------------------------------------------------------------------------------- threads

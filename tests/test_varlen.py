@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
@@ -391,11 +390,6 @@ def test_a_padded_batch_means_its_sequences(report: str, side: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ packing and nesting
-
-
-@pytest.mark.parametrize("module", [packing, varlen])
-def test_examples(module: Any) -> None:
-    assert doctest.testmod(module, extraglobs={"torch": torch, "tilewise": tilewise}).failed == 0
 
 
 @pytest.mark.parametrize("total", [7, 9, 10])

@@ -244,7 +244,7 @@ def prepare(
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(plan.BACKENDS)}")
     aux_names = check_return_aux(return_aux)
     q, k, v = autocast(q, k, v)
-    sizes = check_qkv(q, k, v, layout, backend)
+    sizes = check_qkv(q, k, v, layout, backend, packed=packing is not None)
     if packing is not None:
         sizes = sizes.of_sequences(packing)
     window_left, window_right = check_window(window_size)
@@ -299,7 +299,9 @@ def prepare(
         for text in (mask_mod, score_text):
             check_reads(text, captured, sizes.batch, sizes.heads)
 
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else typed("deterministic", deterministic, bool)
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic is {deterministic!r}; it must be True, False, or None to follow torch.use_deterministic_algorithms")
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     operands = dict(
         q=q, k=k, v=v, bias=bias, mask=dense, alibi_slopes=alibi_slopes, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,
         dropout_seed=seed, captured=captured,
@@ -367,7 +369,7 @@ def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool, pac
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks, a tilewise.BlockMask, or a bool tensor that broadcasts "
-            f"to {sizes.scores_name}. For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+            f"to {sizes.scores_name}; for a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
     call: dict[str, Any] = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
     if packed:

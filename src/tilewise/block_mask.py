@@ -69,7 +69,7 @@ class BlockMask:
     ) -> None:
         if not isinstance(rule, Mask):
             raise TypeError(
-                f"BlockMask: rule is {type(rule).__name__}; it must be a rule from tilewise.masks. For a function f(b, h, q_idx, kv_idx) "
+                f"BlockMask: rule is {type(rule).__name__}; it must be a rule from tilewise.masks; for a function f(b, h, q_idx, kv_idx) "
                 "use masks.Custom(f), for a bool tensor BlockMask.from_dense(visible)"
             )
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

@@ -72,8 +72,8 @@ def _type_name(value: Any) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Sizes:
-    """Ranks, dtypes, devices and shapes of q, k and v."""
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str, packed: bool = False) -> Sizes:
+    """Ranks, dtypes, devices and shapes of q, k and v; packed ones come with a batch of one, and no layout was said."""
     check_layout(layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         typed(name, x, Tensor)
@@ -89,17 +89,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, backend: str) -> Siz
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
     heads, seq = (2, 1) if layout == "bshd" else (1, 2)
+    said = "" if packed else f" (layout {layout!r})"
     if not (q.shape[0] == k.shape[0] == v.shape[0]):
         raise ValueError(f"q, k and v have batch sizes {q.shape[0]}, {k.shape[0]} and {v.shape[0]}; they must agree (expand one of size 1)")
     if k.shape[seq] != v.shape[seq]:
-        raise ValueError(f"k has {k.shape[seq]} keys but v has {v.shape[seq]} values (layout {layout!r}); each key needs one value")
+        raise ValueError(f"k has {k.shape[seq]} keys but v has {v.shape[seq]} values{said}; each key needs one value")
     if k.shape[heads] != v.shape[heads]:
-        raise ValueError(f"k has {k.shape[heads]} heads but v has {v.shape[heads]} (layout {layout!r}); they must agree")
+        raise ValueError(f"k has {k.shape[heads]} heads but v has {v.shape[heads]}{said}; they must agree")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q has head dim {q.shape[3]} but k has {k.shape[3]}; they must agree (only v may differ)")
     if (k.shape[heads] == 0 and q.shape[heads] != 0) or (k.shape[heads] and q.shape[heads] % k.shape[heads]):
         raise ValueError(
-            f"q has {q.shape[heads]} heads, which is no multiple of the {k.shape[heads]} heads of k and v (layout {layout!r}); "
+            f"q has {q.shape[heads]} heads, which is no multiple of the {k.shape[heads]} heads of k and v{said}; "
             "in grouped-query attention each kv head serves the same number of query heads"
         )
     if q.dtype == torch.float64 and backend in ("triton", "hopper"):
@@ -159,9 +160,9 @@ def broadcast_to_scores(name: str, x: Tensor | None, sizes: Sizes, boolean: bool
             f"{name} is torch's {type(x).__name__}; give causal=True for causal_lower_right, mask=Causal('top_left') for causal_upper_left"
         )
     if boolean and x.dtype != torch.bool:
-        raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible. Give an additive mask as bias=")
+        raise TypeError(f"mask has dtype {x.dtype}; it must be bool with True = visible; give an additive mask as bias=")
     if not boolean and x.dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64. Give a boolean mask as mask=")
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64; give a boolean mask as mask=")
     _same_device(name, x, sizes)
     target = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k)
     if not broadcasts(x.shape, target):
@@ -227,5 +228,5 @@ def refuse_a_seed_for_each_rank(q: Tensor) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(q, distributed.DTensor):
         raise UnsupportedAttention(
-            "dropout_seed is None, and q is a DTensor: every rank would draw another seed. Give the same dropout_seed on all ranks, an int"
+            "dropout_seed is None, and q is a DTensor: every rank would draw another seed; give the same dropout_seed on all ranks, an int"
         )

@@ -77,7 +77,7 @@ def _forward_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -
     dout, dlse, dmax_logits, dkey_mass, dentropy = arrived
     if dmax_logits is not None:
         raise NotImplementedError(
-            "max_logits has no gradient: it is meant for monitoring (QK-clip). Detach it, or differentiate lse instead."
+            "max_logits has no gradient: it is meant for monitoring (QK-clip); detach it, or differentiate lse instead"
         )
     needs = _operand_needs(needed)
     cot = dict(zip(COTANGENTS, (dout, dlse, dkey_mass, dentropy), strict=True))
@@ -128,8 +128,8 @@ def _jvp_vjp(args: Named, arrived: Sequence[Tensor | None], needed: Named) -> Na
 
 
 _NO_THIRD = (
-    "tilewise.attention has first and second derivatives; this asks for {what}. Use backend='reference', which autograd can differentiate "
-    "any number of times in O(N^2) memory."
+    "tilewise.attention has first and second derivatives; this asks for {what}: use backend='reference', which autograd can differentiate "
+    "any number of times in O(N^2) memory"
 )
 
 
@@ -146,7 +146,7 @@ def _forward_jvp(args: Named, moved: Named) -> tuple[Tensor, ...]:
     aux = wanted_aux(args["aux"])
     if "max_logits" in aux:
         raise NotImplementedError(
-            "max_logits has no forward-mode derivative: it is meant for monitoring (QK-clip). Leave it out of return_aux, or take lse."
+            "max_logits has no forward-mode derivative: it is meant for monitoring (QK-clip); leave it out of return_aux, or take lse"
         )
     common = common_arguments(args)
     tout, tlse, tkey_mass, tentropy = call(JVP, **_tangent_of(moved, args), **common, aux=",".join(sorted(aux - {"lse"})))
@@ -159,10 +159,11 @@ def _backward_jvp_rule(args: Named, moved: Named) -> tuple[Tensor, ...]:
 
 
 def _no_second_tangent(args: Named, moved: Named) -> tuple[Tensor, ...]:
-    raise NotImplementedError(
-        _NO_THIRD.format(what="forward mode of a forward-mode or second derivative")
-        + " A second derivative is forward over reverse: jvp of grad, or torch.func.hessian."
-    )
+    if torch._C._current_graph_task_id() >= 0:  # inside backward(), where a tangent's own inputs still carry theirs
+        what, way = "the tangent of one, as a backward pass inside forward_ad.dual_level() does", "leave the level before backward()"
+    else:
+        what, way = "forward mode of a forward-mode or second derivative", "write a second one as jvp of grad, or torch.func.hessian"
+    raise NotImplementedError(f"{_NO_THIRD.format(what=what)}; or {way}")
 
 
 class Operator:

@@ -33,6 +33,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bshd
         TypeError: a part that is no floating tensor.
 
     Example:
+        >>> from tilewise import attention, merge
         >>> q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
         >>> parts = [attention(q, k[:, s], v[:, s], return_aux="lse") for s in (slice(0, 3), slice(3, 8))]
         >>> out, lse = merge([o for o, _ in parts], [aux.lse for _, aux in parts])

@@ -240,7 +240,7 @@ def select(
         reason = why_not(backend, t, r, request, target)
         if reason is not None:
             raise UnsupportedAttention(
-                f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}. Use backend='auto', which serves "
+                f"backend={backend!r} cannot serve this call on {target.name or target.type}: {reason}; use backend='auto', which serves "
                 f"it with {select(t, r, request=request, target=target, warn=False).backend!r}."
             )
         return Plan(backend)

@@ -13,6 +13,7 @@ instructions (`score_adjoints`).
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,18 @@ def _called(function: Callable[..., Any], call: str, *operands: Expr) -> Any:
     try:
         return function(*operands)
     except TypeError as error:
-        raise TypeError(f"calling {call} failed: {error}") from error
+        advice = "" if _accepts(function, len(operands)) else f"; give a function of these {len(operands)} arguments"
+        raise TypeError(f"calling {call} failed: {error}{advice}") from error
+
+
+def _accepts(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except ValueError:  # a function of C, of which nobody knows
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _result(graph: Graph, result: Any, name: str, wanted: str) -> Expr:

@@ -151,7 +151,7 @@ def prepare_varlen(
     for name, x in (("q", q), ("k", k), ("v", v)):
         typed(name, x, Tensor)
         if x.ndim != 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; packed sequences have rank 3, (total, H, D). For batches use attention")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; packed sequences have rank 3, (total, H, D); for batches use attention")
     packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _require_bounds(packing, arguments.get("mask"), arguments.get("bias"))
     given = arguments | {"check_values": False, "layout": "bshd"}

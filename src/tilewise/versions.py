@@ -10,6 +10,9 @@ import torch
 
 OLDEST_TORCH = (2, 11)
 OLDEST_TRITON = (3, 6)
+# What the tests have run on. Newer releases are not warned of: most work, and users could do nothing about a warning but go back.
+NEWEST_TESTED_TORCH = (2, 13)
+NEWEST_TESTED_TRITON = (3, 9)
 
 
 def release(version: str) -> tuple[int, int]:
@@ -54,7 +57,8 @@ def complaint(torch_version: str, triton_version: str) -> str:
     if not too_old:
         return ""
     return (
-        f"tilewise supports torch {dotted(OLDEST_TORCH)} or newer with Triton {dotted(OLDEST_TRITON)} or newer, but this environment has "
+        f"tilewise supports torch {dotted(OLDEST_TORCH)} or newer (tested to {dotted(NEWEST_TESTED_TORCH)}) with Triton "
+        f"{dotted(OLDEST_TRITON)} or newer (tested to {dotted(NEWEST_TESTED_TRITON)}), but this environment has "
         f"{' and '.join(too_old)}: upgrade with pip install --upgrade 'torch>={dotted(OLDEST_TORCH)}', which brings its own Triton."
     )
 

@@ -113,17 +113,26 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extra: Any,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
 ) -> Any:
-    """`flash_attn_func` of ``qkv`` ``(B, S, 3, H, D)``, read in place; ``extra`` are its arguments by keyword alone.
+    """`flash_attn_func` of ``qkv`` ``(B, S, 3, H, D)``, read in place; the rest as there.
 
     >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 32)).shape
     torch.Size([2, 16, 4, 32])
     """
     q, k, v = _unpack("qkv", qkv, 5, 3)
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **extra
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        s_aux=s_aux, learnable_sink=learnable_sink, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits, pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
@@ -137,17 +146,26 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extra: Any,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
 ) -> Any:
-    """`flash_attn_func` of q ``(B, Sq, Hq, D)`` and ``kv`` ``(B, Sk, 2, Hk, D)``, read in place; ``extra`` as there.
+    """`flash_attn_func` of q ``(B, Sq, Hq, D)`` and ``kv`` ``(B, Sk, 2, Hk, D)``, read in place; the rest as there.
 
     >>> flash_attn_kvpacked_func(torch.randn(2, 16, 4, 32), torch.randn(2, 24, 2, 2, 32)).shape
     torch.Size([2, 16, 4, 32])
     """
     k, v = _unpack("kv", kv, 5, 2)
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **extra
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        s_aux=s_aux, learnable_sink=learnable_sink, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits, pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -234,13 +252,22 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extra: Any,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
 ) -> Any:
-    """`flash_attn_varlen_func` of ``qkv`` ``(total, 3, H, D)``, read in place; ``extra`` are its arguments by keyword alone."""
+    """`flash_attn_varlen_func` of ``qkv`` ``(total, 3, H, D)``, read in place; the rest as there."""
     q, k, v = _unpack("qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, **extra,
+        deterministic, return_attn_probs,
+        s_aux=s_aux, learnable_sink=learnable_sink, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits, pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
     )  # fmt: skip
 
 
@@ -259,13 +286,22 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    **extra: Any,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
 ) -> Any:
-    """`flash_attn_varlen_func` of q ``(total_q, Hq, D)`` and ``kv`` ``(total_k, 2, Hk, D)``, read in place; ``extra`` as there."""
+    """`flash_attn_varlen_func` of q ``(total_q, Hq, D)`` and ``kv`` ``(total_k, 2, Hk, D)``, read in place; the rest as there."""
     k, v = _unpack("kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs, **extra,
+        alibi_slopes, deterministic, return_attn_probs,
+        s_aux=s_aux, learnable_sink=learnable_sink, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits, pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
     )  # fmt: skip
 
 

@@ -112,7 +112,10 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     return_softmax: bool = False,
-    **extra: Any,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
 ) -> Any:
     """`flash_attn_func` of ``qkv`` ``(B, S, 3, H, D)``, or of ``(B, S, Hq + 2 Hk, D)`` with ``num_heads_q`` = Hq; read in place.
 
@@ -134,7 +137,8 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(
         q, k, v, softmax_scale, causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, window_size=window_size,
         attention_chunk=attention_chunk, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs or return_softmax, **extra,
+        return_attn_probs=return_attn_probs or return_softmax, s_aux=s_aux, learnable_sink=learnable_sink, num_splits=num_splits,
+        pack_gqa=pack_gqa,
     )  # fmt: skip
 
 
@@ -300,9 +304,31 @@ def flash_attn_combine(
     return result, lse.transpose(-1, -2)
 
 
-def get_scheduler_metadata(*arguments: Any, **keywords: Any) -> None:
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:
     """None, whatever the arguments: tilewise plans each call by itself, without reading lengths on the host.
 
-    >>> get_scheduler_metadata(1, 1, 128, 8, 8, 64) is None
+    >>> get_scheduler_metadata(1, 1, 128, 8, 8, 64, torch.tensor([100], dtype=torch.int32)) is None
     True
     """

@@ -110,7 +110,7 @@ def flex_attention(
     if return_aux is not None and return_aux.max_scores:
         raise UnsupportedAttention(
             "return_aux asks for max_scores, which are one number a query; tilewise.attention(return_aux='max_logits') has one a head. "
-            "Ask for AuxRequest(lse=True)"
+            "ask for AuxRequest(lse=True)"
         )
     _check_options(kernel_options)
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -282,7 +282,7 @@ def lower_rule(mask: Any, sizes: CacheSizes) -> tuple[tuple[int, int], str, list
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask is {type(mask).__name__}; it must be a rule from tilewise.masks or a bool tensor that broadcasts to "
-            "(B, Hq, Sq, capacity). For a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
+            "(B, Hq, Sq, capacity); for a function f(b, h, q_idx, kv_idx) use masks.Custom(f)"
         )
     mask.check(sizes.batch, sizes.heads, sizes.capacity, sizes.capacity)
     for tensor in mask.tensors():

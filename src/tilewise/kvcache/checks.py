@@ -60,7 +60,7 @@ def check_tensors(
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *FLOAT8):
         raise TypeError(
             f"k_cache and v_cache have dtypes {k_cache.dtype} and {v_cache.dtype}; both must be that of q, {q.dtype}, or float8_e4m3fn. "
-            "A cache is never converted: allocate it in the dtype of the queries"
+            "a cache is never converted: allocate it in the dtype of the queries"
         )
     batch, seqlen_q, heads, head_dim = q.shape
     batch = batch if items is None else items

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import plan
+from ..late import when_imported
 from ..ops import float32_precision_allows_tf32
 from .call import AppendOperands, CacheOperands, CacheRules
 
@@ -173,3 +175,29 @@ _library.impl("attention_cached", _attention_cached, "CompositeExplicitAutograd"
 _library.impl("cache_append", _cache_append, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::attention_cached", _attention_cached_fake, lib=_library)
 torch.library.register_fake("tilewise::cache_append", _cache_append_fake, lib=_library)
+
+
+def _cached_flops(
+    q: Any, k_cache: Any, v_cache: Any, cu_seqlens_q: Any, cache_seqlens: Any, page_table: Any, *rest: Any, out_shape: Any = None, **_: Any
+) -> int:
+    """Operations over the visible pairs of caches that are full. Lengths are values on the device, which a counter of sizes does not read;
+    a shorter item computes less, because queries stand at its end. Packed queries: also no more than every row seeing all that one may.
+    """
+    from ..cost import attention_flops
+
+    left, right = rest[12:14]
+    capacity = k_cache[1] * (1 if page_table is None else page_table[1])
+    shape = dict(heads=q[2], kv_heads=k_cache[2], seqlen_q=q[1], head_dim=q[3], head_dim_v=v_cache[3])
+    batch = q[0] if cu_seqlens_q is None else cu_seqlens_q[0] - 1
+    full = attention_flops("fwd", batch=batch, seqlen_k=capacity, window_left=left, window_right=right, **shape)
+    if cu_seqlens_q is None:
+        return full
+    seen = capacity if left < 0 or right < 0 else min(capacity, left + right + 1)
+    return min(full, attention_flops("fwd", batch=1, seqlen_k=seen, **shape))
+
+
+def _register_flops(counter: ModuleType) -> None:
+    counter.register_flop_formula(torch.ops.tilewise.attention_cached)(_cached_flops)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

@@ -165,7 +165,7 @@ def varlen_over_pages(
         text, _ = traced(mask, capacity, capacity, q.device)
         if re.search(r"\bq_idx\b", text):
             raise UnsupportedAttention(
-                f"mask {mask!r} numbers the queries of a sequence; over pages a rule may speak of positions and keys. With a cache, "
+                f"mask {mask!r} numbers the queries of a sequence; over pages a rule may speak of positions and keys; with a cache, "
                 "attention_with_kvcache gives a rule the position as its query index"
             )
     return attention_over_pages(q, k, v, cu_seqlens_q, page_table, **given)
