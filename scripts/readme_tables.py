@@ -126,14 +126,23 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
 
 
 def table_rows(rows: list[Row]) -> list[list[Row]]:
-    """What the tables show, one list each: of every device and pass the newest run of the paper grid (or of the CPU cases)."""
+    """What the tables show, one list each: of every device and pass the newest run of the paper grid (or of the CPU cases), of those that
+    measured a peer and at least half of what any did."""
     tables = []
     for case in ("paper", "cpu"):
         for device in dict.fromkeys(row["device"] for row in rows):
             mine = [row for row in rows if row["device"] == device and row["case"] == case]
-            newest = {row["pass"]: row["run_id"] for row in mine}
-            if mine:
-                tables.append([row for row in mine if row["run_id"] == newest[row["pass"]]])
+            newest: dict[str, str] = {}
+            for pass_ in {row["pass"] for row in mine}:
+                cells: dict[str, set[str]] = {}
+                for row in mine:
+                    if row["pass"] == pass_ and row["provider"] != "tilewise":
+                        cells.setdefault(row["run_id"], set()).add(f"{problem_name(row)}, {row['seqlen']}")
+                wide = [run for run, labels in cells.items() if 2 * len(labels) >= max(map(len, cells.values()))]
+                if wide:
+                    newest[pass_] = wide[-1]
+            if newest:
+                tables.append([row for row in mine if row["run_id"] == newest.get(row["pass"])])
     return tables
 
 

@@ -666,6 +666,15 @@ def test_a_rerun_replaces_the_rows_it_repeats():
     assert [row["tflops"] for row in plot.latest(rows)] == [2.0]
 
 
+def test_a_run_of_ours_alone_replaces_nothing_that_was_measured_beside_a_peer():
+    """And our speed is put over that of peers of the same run alone: in another one the card had another clock."""
+    plot = pytest.importorskip("tilewise.bench.plot")
+    both = [picture_row("tilewise", 1024, run_id="a", tflops=1.0), picture_row("fa3", 1024, run_id="a", tflops=2.0)]
+    alone = [picture_row("tilewise", 1024, run_id="b", tflops=4.0)]
+    assert plot.latest(both + alone) == both and plot.latest(alone + both) == both
+    assert plot.heat_map([*alone, both[1]]) is None and plot.heat_map(both) is not None
+
+
 # ------------------------------------------------------------------------------------------------------------------------- tune
 
 

@@ -60,11 +60,15 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """For each cell and provider the last row that came: a rerun replaces what it repeats."""
+    """For each cell and provider the last row that came: a rerun replaces what it repeats, but a run of ours alone no row that was measured
+    beside a peer."""
+    rows = list(rows)
+    with_peers = {(row.get("run_id"), row["case"]) for row in rows if row["provider"] != "tilewise"}
     kept: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.get("run_id"), row["case"]) in with_peers):
         kept[(row["device"], row["case"], row["label"], row["pass"], provider_label(row), row.get("cache"))] = row
-    return list(kept.values())
+    chosen = {id(row) for row in kept.values()}
+    return [row for row in rows if id(row) in chosen]
 
 
 def speed(rows: list[Row], pass_: str, theme: str = "light") -> Figure | None:
@@ -199,13 +203,14 @@ def break_even(points: list[tuple[float, float]]) -> float | None:
 
 
 def heat_map(rows: list[Row], theme: str = "light", case: str = "paper") -> Figure | None:
-    """Our speed over the best peer's in every cell of a group: blue where we are faster, orange where slower, the number in each."""
-    grouped: dict[tuple[str, str], list[Row]] = {}
+    """Our speed over the best peer's of the same run in every cell of a group: blue where we are faster, orange where slower, the number in
+    each."""
+    grouped: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if row["case"] == case and row.get("ms_rounds"):
-            grouped.setdefault((row["label"], row["pass"]), []).append(row)
+            grouped.setdefault((row["label"], row["pass"], row.get("run_id", "")), []).append(row)
     cells: dict[tuple[str, tuple[str, str]], tuple[Row, Row]] = {}  # by label and column: ours and the best peer
-    for (label, pass_), group in grouped.items():
+    for (label, pass_, _), group in grouped.items():
         best = min((r for r in group if r["provider"] != "tilewise"), key=lambda r: r["ms"], default=None)
         if best is not None:
             cells |= {(label, (provider_label(r), pass_)): (r, best) for r in group if r["provider"] == "tilewise"}
