@@ -245,10 +245,11 @@ CASES = {
         "apart": True,
         "dropout": True,
         "strided": True,
+        "right": 0,
     },
     "d200/40 tiles apart, sink": {"dim": 200, "dim_v": 40, "kv_heads": 2, "apart": True, "sink": True, "right": 0},
-    "d72/256 tiles apart, dv alone": {"dim": 72, "dim_v": 256, "kv_heads": 2, "apart": True, "without": "k"},
-    "d64 tiles apart, dk alone": {"kv_heads": 2, "apart": True, "without": "v"},
+    "d72/256 tiles apart, dv alone": {"dim": 72, "dim_v": 256, "kv_heads": 2, "apart": True, "without": "k", "right": 0},
+    "d64 tiles apart, dk alone": {"kv_heads": 2, "apart": True, "without": "v", "right": 0},
     "d64 tiles that are not apart: ordered": {"kv_heads": 2, "right": 0, "apart": True, "ordered": True},
 }
 # Beside NaN in a key that nobody sees, in the last query, which sees nothing, and in what reaches its output.

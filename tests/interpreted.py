@@ -52,7 +52,7 @@ def check(arguments: dict) -> None:
     """Output, LSE and all gradients, also that of the LSE, within the derived tolerance.
 
     A parameter's gradient sums terms of order one that cancel. Each carries the rounding of the float32 LSE that probabilities are
-    recomputed from, which the unfused computation does not have: those sums get a wider bound.
+    recomputed from, half an eps of its size, which the unfused computation does not have: those sums get a wider bound.
     """
     with torch.no_grad():
         out, aux = tilewise.attention(**arguments, backend="reference", return_aux="lse")
@@ -60,10 +60,12 @@ def check(arguments: dict) -> None:
     got = helpers.run_with_grads(triton_attention, arguments, dout, dlse)
     exact = helpers.reference_with_grads(arguments, dout, dlse)
     unfused = helpers.unfused_with_grads(arguments, dout, dlse)
+    largest = aux.lse[aux.lse.isfinite()].abs().amax().clamp_min(1.0).item() if aux.lse.isfinite().any() else 1.0
     for name in {*PARAMETERS} & {*exact.grads}:
         want = exact.grads.pop(name)
         error, allowed = ((x.grads[name].double() - want).abs().max().item() for x in (got, unfused))
-        assert error <= 8.0 * (allowed + torch.finfo(got.grads[name].dtype).eps), f"d{name}: error {error:.3e}, unfused {allowed:.3e}"
+        limit = 8.0 * (allowed + largest * torch.finfo(got.grads[name].dtype).eps)
+        assert error <= limit, f"d{name}: error {error:.3e}, unfused {allowed:.3e}, LSE up to {largest:.1f}"
     helpers.assert_close_to_reference(got, exact, unfused, recomputed=True)
 
 
