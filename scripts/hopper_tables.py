@@ -10,8 +10,11 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Any
+
+from tilewise.bench.report import ratio
+from tilewise.lab.results import read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,11 +25,6 @@ PAGES = {  # pass, peers, matrix products, of which the page tells
     "backward": ("bwd", ("sdpa_cudnn", "fa4"), 5),
 }
 CELLS = [(dim, mask, length) for dim in (64, 128, 256) for mask in ("full", "causal") for length in (1024, 4096, 16384)]
-
-
-def ratio(ours: Row, theirs: Row) -> float:
-    """How many times as fast as a peer we are: the median over the rounds."""
-    return median(y / x for x, y in zip(ours["ms_rounds"], theirs["ms_rounds"], strict=True))
 
 
 def runs_of(rows: Iterable[Row], pass_: str) -> list[dict[str, dict[str, Row]]]:
@@ -81,10 +79,6 @@ def replaced(text: str, header: str, lines: list[str]) -> str:
     first = next(i for i, line in enumerate(given) if line.startswith(header)) + 2
     last = next(i for i in range(first, len(given) + 1) if i == len(given) or not given[i].startswith("|"))
     return "\n".join([*given[:first], *lines, *given[last:]])
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def newest() -> Path:

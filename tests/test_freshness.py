@@ -9,10 +9,11 @@ import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 import pytest
 
+from tilewise.bench.report import ratio
 from tilewise.bench.source_hash import kernel_source_hash
 from tilewise.lab import results as lab
 
@@ -187,6 +188,38 @@ def test_hopper_pages_show_the_committed_measurements(name: str, peers: tuple[st
         ]
         line = f"| {dim} {mask}, {int(length) // 1024}k | {' | '.join(speeds + ratios)} |"
         assert line in page, line
+
+
+@pytest.mark.parametrize(
+    ("name", "pass_", "peers"), [("forward", "fwd", ("sdpa_cudnn", "fa3", "fa4")), ("backward", "bwd", ("sdpa_cudnn", "fa4"))]
+)
+def test_hopper_pages_sum_up_the_committed_measurements(name: str, pass_: str, peers: tuple[str, ...]) -> None:
+    """docs/hopper-*.md: what the text says of the best peer over the cells, and of the calls beside them."""
+    text = " ".join((ROOT / "docs" / f"hopper-{name}.md").read_text().split())
+    rows = [row for row in lab.read(RESULTS / "nvidia-h200-2026-11-30T22.jsonl") if row["pass"] == pass_ and row["status"] == "ok"]
+    cells: dict[tuple[str, str, str], dict[str, dict]] = {}
+    for row in rows:
+        cells.setdefault((row["run_id"], row["case"], row["label"]), {})[row["provider"]] = row
+    best: dict[str, list[float]] = {}
+    for (run, case, _), cell in cells.items():
+        if case == "paper" and {"tilewise", *peers} <= cell.keys():
+            best.setdefault(run, []).append(ratio(cell["tilewise"], min((cell[peer] for peer in peers), key=lambda row: row["ms"])))
+    assert [len(values) for values in best.values()] == [18, 18]
+    assert "Geometric mean against the best peer {:.3f} and {:.3f}".format(*map(geometric_mean, best.values())) in text
+    (gqa,) = (cell for (_, case, _), cell in cells.items() if case == "gqa")
+    (window,) = (cell for (_, case, _), cell in cells.items() if case == "window")
+    peer = {"fwd": ("fa3", "FlashAttention-3"), "bwd": ("fa4", "FlashAttention-4")}[pass_]
+    assert f"causal, {gqa['tilewise']['tflops']:.0f} ({ratio(gqa['tilewise'], gqa[peer[0]]):.2f} of {peer[1]}" in text
+    assert f"a window of 1,024 over 16k {window['tilewise']['tflops']:.0f} (" in text
+
+
+def test_forward_page_shows_the_committed_bias() -> None:
+    text = " ".join((ROOT / "docs" / "hopper-forward.md").read_text().split())
+    us = {row["call"]: row["us"] for row in json.loads((RESULTS / "bias-h200.json").read_text())["rows"]}
+    ours, flex = us["ours d64"], us["flex d64"]
+    assert f"{ours:.0f} µs, FlexAttention {flex:.0f} in the same process, {flex / ours:.2f} times" in text
+    others = (us[f"ours {call}"] for call in ("d64, float32 bias", "d64, mask", "d128"))
+    assert "with a float32 bias {:.0f} µs, with a mask of that shape {:.0f}, at head dim 128 {:.0f} µs".format(*others) in text
 
 
 @pytest.mark.parametrize(("name", "pass_", "products"), [("forward", "fwd", 2), ("backward", "bwd", 5)])

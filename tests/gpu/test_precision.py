@@ -41,8 +41,8 @@ HARD += [(dim, seqlen, kind) for dim, seqlen in ((64, 3200), (128, 1024), (256, 
 def test_errors_are_no_larger_than_flash_attention_2s(backend, dim, seqlen, kind, causal):
     """At head dim 64 also with 3,200 tokens, which the Hopper kernels give to three consumers.
 
-    The error of a gradient hangs on the roundings of dS to 16 bits, which differ from kernel to kernel and weigh much where few channels
-    hold most of it: two runs of one kernel on other inputs differ by 2 to 3 % there.
+    The portable kernels' gradients get more: dq was 2.3 % less exact than FlashAttention-2's where few channels hold most of it (head dim
+    128, outlier channels, full), for a reason that was not found.
     """
     inputs, dout = hard_inputs(kind, dim, seqlen), randn(2, seqlen, 4, dim)
 
@@ -70,7 +70,7 @@ def test_errors_are_no_larger_than_flash_attention_2s(backend, dim, seqlen, kind
         for call in (ours, fa2)
     ]
     for name, mine, theirs in zip(("out", "dq", "dk", "dv"), *errors, strict=False):
-        limit = (1.02 if name == "out" else 1.05) * theirs + 1e-5
+        limit = (1.02 if name == "out" or backend == "hopper" else 1.05) * theirs + 1e-5
         assert mine <= limit, f"{name}: relative error {mine:.3e}, FlashAttention-2 has {theirs:.3e}"
 
 
