@@ -772,3 +772,37 @@ def test_the_mask_of_a_case_is_one_thing_to_everybody(name: str) -> None:
     with pytest.raises(Unsupported, match="no mask"):
         peers.BUILT_IN["sdpa_flash"].prepare(case, inputs)
     assert case.flops("fwd") == round(masked.density(name, 300) * 4 * 300 * 300 * 2 * 16)
+
+
+def test_a_step_of_a_server_is_one_thing_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, and single queries over keys that are there: as a function, as offsets, as a share, and to the check."""
+    monkeypatch.setattr(masked, "serving_lengths", lambda decodes: ([30, 7] + [1] * decodes, [30, 7] + [50] * decodes))
+    masked._density.cache_clear()
+    queries, keys = 30 + 7 + 3, 30 + 7 + 150
+    case = Case("serving", "small", queries, 2, 16, seqlen_k=keys, mask="serving-3", packed=True, device="cpu", dtype="fp32")
+    inputs = Inputs.make(case)
+    seen = masked.case_mask(case.mask, queries, "cpu").function(0, 0, torch.arange(queries)[:, None], torch.arange(keys))
+    assert masked.density(case.mask, queries) == pytest.approx(seen.double().mean().item())
+    expected = check.slice_of(case, inputs, 0, 1, torch.float64, gradients=False)["out"][0]
+    out = peers.BUILT_IN["tilewise"].prepare(case, inputs).call(inputs.q, inputs.k, inputs.v)
+    torch.testing.assert_close(out[0, :, 1].double(), expected, rtol=1e-5, atol=1e-5)
+    masked._density.cache_clear()
+
+
+def test_flash_attention_4_gets_the_blocks_of_a_block_mask_as_lists() -> None:
+    case = Case("blocks", "small", 512, 2, 16, mask="blocks-50", device="cpu", dtype="fp32")
+    inputs = Inputs.make(case)
+    bits = masked.case_mask(case.mask, 512, "cpu").bits
+    assert bits is not None
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask_mod: object, block_sparse_tensors: dict) -> torch.Tensor:
+        assert mask_mod is None and not block_sparse_tensors["mask_block_cnt"].any()
+        count, index = block_sparse_tensors["full_block_cnt"], block_sparse_tensors["full_block_idx"]
+        for head in range(2):
+            for m in range(4):
+                assert sorted(index[0, head, m, : count[0, head, m]].tolist()) == bits[0, 0, m].nonzero()[:, 0].tolist()
+        return q
+
+    assert adapters.flash(function, None, lists=dict)(case, inputs).call(inputs.q, inputs.k, inputs.v) is inputs.q
+    with pytest.raises(Unsupported, match="mask"):
+        adapters.flash(function, None)(case, inputs)

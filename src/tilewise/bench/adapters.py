@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cases import Case
-from .masked import case_mask
+from .masked import BLOCK, case_mask
 from .provider import Inputs, Prepared, in_pages, refuse
 
 
@@ -134,14 +134,17 @@ def flash(
     softcap: bool = True,
     with_cache: Callable[..., Any] | None = None,
     varlen: Callable[..., Any] | None = None,
+    lists: Callable[..., Any] | None = None,
 ) -> Callable[[Case, Inputs], Prepared]:
     """The call that FlashAttention 2, 3 and 4 share; `unlimited` is what each takes for no limit of a window. `with_cache` is the call over
-    a cache, `varlen` that over packed sequences, of those that have one."""
+    a cache, `varlen` that over packed sequences, `lists` what holds lists of blocks, of those that have one."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         capped = case.softcap > 0 and not softcap
         if case.packed and varlen is not None:
             return packed_flash(case, varlen)
+        if case.mask and lists is not None and case_mask(case.mask, case.seqlen_q, case.device).bits is not None:
+            return listed_flash(case, function, lists)
         refuse(case, bias=case.bias is not None, padding=case.padded, fp32=case.dtype == "fp32", softcap=capped, mask=bool(case.mask))
         options: dict[str, Any] = dict(causal=case.causal)
         left, right = case.window
@@ -173,14 +176,32 @@ def flash(
 
 def packed_flash(case: Case, varlen: Callable[..., Any]) -> Prepared:
     """FlashAttention over packed documents. The longest is found here, outside the timed call: a user would wait for the device."""
-    offsets = case_mask(case.mask, case.seqlen_q, case.device).offsets
-    assert offsets is not None
-    longest = int(offsets.diff().max())
-    bounds = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+    mask = case_mask(case.mask, case.seqlen_q, case.device)
+    offsets = {"q": mask.offsets, "k": mask.offsets if mask.key_offsets is None else mask.key_offsets}
+    bounds: dict[str, Any] = {f"cu_seqlens_{side}": x for side, x in offsets.items()}
+    bounds |= {f"max_seqlen_{side}": int(x.diff().max()) for side, x in offsets.items() if x is not None}
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         out = varlen(q[0], k[0], v[0], **bounds, causal=True)
         return (out[0] if isinstance(out, tuple) else out).unsqueeze(0)
+
+    return Prepared(call)
+
+
+def listed_flash(case: Case, function: Callable[..., Any], tensors: Callable[..., Any]) -> Prepared:
+    """FlashAttention-4 over lists of whole blocks, forward alone: its backward pass takes none on Hopper. The lists are built here, outside
+    the timed call, one for each head as its kernel wants them."""
+    bits = case_mask(case.mask, case.seqlen_q, case.device).bits
+    assert bits is not None
+    bits = bits.expand(case.batch, case.heads, -1, -1)
+    count = bits.sum(-1, dtype=torch.int32)
+    index = bits.int().argsort(dim=-1, descending=True, stable=True).int().contiguous()
+    nothing = dict(mask_block_cnt=torch.zeros_like(count), mask_block_idx=torch.zeros_like(index))
+    lists = tensors(**nothing, full_block_cnt=count.contiguous(), full_block_idx=index, block_size=(BLOCK, BLOCK))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = function(q, k, v, mask_mod=None, block_sparse_tensors=lists)
+        return out[0] if isinstance(out, tuple) else out
 
     return Prepared(call)
 

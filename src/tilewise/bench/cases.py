@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..cost import Problem, flops, least_bytes
-from .masked import density, document_lengths
+from .masked import density, document_lengths, serving_lengths
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINING = ("fwd", "bwd", "fwd+bwd")
@@ -192,11 +192,14 @@ def _cpu(n: int) -> list[Case]:
 
 
 def _caches() -> list[Case]:
-    """New queries over a cache: one, a few speculative ones, pages of 16 keys, latent vectors, and the time until a tiny call returns."""
+    """New queries over a cache: one, a few speculative ones, pages of 16 keys, latent vectors, prompts beside them; a tiny call's time."""
     model: dict[str, Any] = dict(heads=64, kv_heads=8, head_dim=128, passes=("fwd",), cached=True)
     latent: dict[str, Any] = dict(heads=128, kv_heads=1, head_dim=576, head_dim_v=512, passes=("fwd",), cached=True, latent=True)
     best = (Bar("fwd", "sdpa_cudnn", 1.0), Bar("fwd", "fa3", 1.0))
     sizes = {"16x8k": (16, 8192), "4x64k": (4, 65536), "1x128k": (1, 131072)}
+    total_q, total_k = (sum(lengths) for lengths in serving_lengths(64))
+    step: dict[str, Any] = dict(kv_heads=8, seqlen_k=total_k, passes=("fwd",), bars=(Bar("fwd", "fa3", 0.95),))
+    step["providers"] = ("tilewise", "fa2", "fa3", "fa4")  # those who take packed sequences
     return [
         *(Case("decode", name, seqlen_q=1, batch=b, seqlen_k=n, bars=best, **model) for name, (b, n) in sizes.items()),
         *(Case("paged", name, seqlen_q=1, batch=b, seqlen_k=n, page_size=16, **model) for name, (b, n) in sizes.items()),
@@ -205,6 +208,7 @@ def _caches() -> list[Case]:
             for b in (1, 4)
             for queries in (1, 4, 16, 64)
         ),
+        Case("serving", "8-prompts-64-decodes", total_q, 32, 128, mask="serving-64", packed=True, **step),
         *(Case("mla_decode", f"{b}x{n // 1024}k", seqlen_q=1, batch=b, seqlen_k=n, **latent) for b, n in ((16, 8192), (2, 65536))),
         Case("decode_host", "tiny", seqlen_q=1, seqlen_k=128, heads=8, head_dim=64, kind="host", passes=("fwd",), cached=True),
     ]

@@ -19,17 +19,21 @@ class CaseMask(NamedTuple):
     rule: Any  # the same as a rule of tilewise.masks
     density: float  # share of visible pairs
     offsets: Tensor | None = None  # int32 (documents + 1,): where packed documents start and end
+    key_offsets: Tensor | None = None  # likewise of their keys, where these are not the same tokens
+    bits: Tensor | None = None  # bool (1, 1, blocks, blocks) of a block mask
 
 
 def case_mask(name: str, seqlen: int, device: str) -> CaseMask:
     """The mask of that name: "blocks-11" (random blocks of 128, 11 % of them), "documents-16" (16 packed documents, causal), "lengths-16"
-    (likewise, of the lengths that `document_lengths` draws).
+    (likewise, of the lengths that `document_lengths` draws), "serving-64" (prefills beside 64 decodes, `serving_lengths`; causal).
 
     >>> round(case_mask("blocks-50", 1024, "cpu").density, 1)
     0.6
     """
     kind, _, amount = name.partition("-")
-    return {"blocks": _blocks, "documents": _documents, "lengths": _lengths}[kind](int(amount), seqlen, torch.device(device))
+    return {"blocks": _blocks, "documents": _documents, "lengths": _lengths, "serving": _serving}[kind](
+        int(amount), seqlen, torch.device(device)
+    )
 
 
 def density(name: str, seqlen: int) -> float:
@@ -51,12 +55,33 @@ def _blocks(percent: int, seqlen: int, device: torch.device) -> CaseMask:
     bits |= torch.eye(count, dtype=torch.bool)
     on_device = bits.to(device)
     rule = Blocks(on_device[None, None], BLOCK)
-    return CaseMask(lambda b, h, q_idx, kv_idx: on_device[q_idx // BLOCK, kv_idx // BLOCK], rule, bits.float().mean().item())
+    share = bits.float().mean().item()
+    return CaseMask(lambda b, h, q_idx, kv_idx: on_device[q_idx // BLOCK, kv_idx // BLOCK], rule, share, bits=on_device[None, None])
 
 
 def document_lengths(documents: int) -> list[int]:
     """Lengths of 64 to 4,095 tokens, each as likely as the others."""
     return torch.randint(64, 4096, (documents,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def serving_lengths(decodes: int) -> tuple[list[int], list[int]]:
+    """The queries and the keys of each request in a step of a serving engine: eight prompts of 512 to 4,096 tokens, and single queries over
+    8,192 keys that are there."""
+    prompts = [512, 1024, 2048, 4096] * 2
+    return prompts + [1] * decodes, prompts + [8192] * decodes
+
+
+def _serving(decodes: int, seqlen: int, device: torch.device) -> CaseMask:
+    lengths = [torch.tensor(x, device=device) for x in serving_lengths(decodes)]
+    offsets, key_offsets = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in lengths)
+    seen = (lengths[1] * lengths[0] - lengths[0] * (lengths[0] - 1) // 2).double().sum()
+
+    def function(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        own, its = (torch.searchsorted(x, i.contiguous(), right=True) for x, i in ((offsets, q_idx), (key_offsets, kv_idx)))
+        return (own == its) & (key_offsets[own] - kv_idx >= offsets[own] - q_idx)
+
+    share = float(seen / (offsets[-1] * key_offsets[-1]))
+    return CaseMask(function, None, share, offsets.to(torch.int32), key_offsets.to(torch.int32))
 
 
 def _lengths(documents: int, seqlen: int, device: torch.device) -> CaseMask:

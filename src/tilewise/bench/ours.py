@@ -74,8 +74,9 @@ def packed_tilewise(case: Case, inputs: Inputs, backend: str, **more: Any) -> Pr
     from .. import ops, plan
     from ..varlen import prepare_varlen
 
-    offsets = case_mask(case.mask, case.seqlen_q, case.device).offsets
-    options: dict[str, Any] = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, backend=backend or "auto", **more)
+    mask = case_mask(case.mask, case.seqlen_q, case.device)
+    of_keys = mask.offsets if mask.key_offsets is None else mask.key_offsets
+    options: dict[str, Any] = dict(cu_seqlens_q=mask.offsets, cu_seqlens_k=of_keys, causal=True, backend=backend or "auto", **more)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         return tilewise.attention_varlen(q[0], k[0], v[0], **options).unsqueeze(0)

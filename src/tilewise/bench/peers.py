@@ -27,7 +27,8 @@ def _load(provider: str) -> Provider:
             return Provider("fa3", flash_3(forward), backward=False)
     if provider == "fa4":
         package = importlib.import_module("flash_attn.cute")
-        return Provider("fa4", flash(package.flash_attn_func, None, varlen=package.flash_attn_varlen_func))
+        lists = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        return Provider("fa4", flash(package.flash_attn_func, None, varlen=package.flash_attn_varlen_func, lists=lists))
     if provider == "xformers":
         ops = importlib.import_module("xformers.ops")
         return Provider("xformers", xformers(ops.memory_efficient_attention, ops.LowerTriangularMask))

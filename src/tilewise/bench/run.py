@@ -239,7 +239,9 @@ class Benchmark:
         if case.kind == "step":
             oracle = StepOracle(case, self.options.seed)
         else:
-            oracle = Oracle(case, inputs, gradients=any(p != "fwd" for p in passes), sampled=case.kind == "memory")
+            oracle = Oracle(
+                case, inputs, gradients=any(p != "fwd" for p in passes), sampled=case.kind == "memory" or case.group == "serving"
+            )
         clock = self._clock(case)
         for pass_ in passes:
             contestants = []
