@@ -88,11 +88,6 @@ class BackwardVariant:
         return self.block_n * (self.dim + self.dim_v)
 
     @property
-    def early_dbias(self) -> bool:
-        """Whether dS is added to the gradient of a bias before it is rounded, not behind dQ: there is no room to keep it until then."""
-        return max(self.dim, self.dim_v) > 64
-
-    @property
     def lanes(self) -> bool:
         """Whether dQ lies in memory as threads hold it (`backward_pass.by_lanes`), not as rows and columns. With the other features
         ptxas then gives up uniform registers, which costs more than the banks do.

@@ -259,9 +259,8 @@ def add_block(
     if C.dropout:
         dp = kept(dp, bits, 8) * p.keep_scale
     ds = prob * (dp - delta[None, :])
-    dbias = ds
-    if C.bias_gradient == "added" and C.early_dbias:
-        add_to_bias(C, p, tile, head, block, dbias)
+    if C.bias_gradient == "added":
+        add_to_bias(C, p, tile, head, block, ds)
         # Another edge: without it ptxas keeps the numbers until the warp groups have met.
         wait(base + 8 * (C.q_full + stage), phase)
     if C.slope_gradient:
@@ -297,8 +296,6 @@ def add_block(
         dq = warpgroup_mma_wait(1, deps=[dq_future])
     if C.dq_parts == 1:
         hand_over(C, mem, base, count, dq)
-        if C.bias_gradient == "added" and not C.early_dbias:
-            add_to_bias(C, p, tile, head, block, dbias)
     else:
         first, rest = halves(C, dq)
         hand_over(C, mem, base, 0, first)
