@@ -17,7 +17,7 @@ from tilewise import BlockMask, masks
 
 ROOT = Path(__file__).parents[1]
 PAGE, FIGURES = ROOT / "docs" / "masks.md", ROOT / "docs" / "figures"
-RESULTS = ROOT / "benchmarks" / "results" / "masks-h200.json"
+RESULTS, DENSITY = (ROOT / "benchmarks" / "results" / name for name in ("masks-h200.json", "density-cpu.json"))
 DRAWN, MEASURED, BLOCK = 48, 2048, 128
 
 
@@ -106,10 +106,26 @@ def building(measured: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def densities(measured: list[dict[str, Any]]) -> str:
+    """Seconds on a CPU by the share of visible blocks, and over the seconds of all blocks times that share."""
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in measured:
+        groups.setdefault((row["heads"], row["threads"]), []).append(row)
+    columns = {"visible blocks": [f"{row['density']:.1%}" for row in next(iter(groups.values()))]}
+    for (heads, threads), rows in groups.items():
+        all_of_it = rows[0]["seconds"]
+        title = f"{heads} head{'s' * (heads > 1)}, {threads} core{'s' * (threads > 1)}"
+        columns[f"{title}: seconds"] = [f"{row['seconds']:.2f}" for row in rows]
+        columns["of proportional" + " " * (len(columns) // 2 - 1)] = [f"{row['seconds'] / all_of_it / row['density']:.2f}" for row in rows]
+    lines = [columns, ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def page(text: str) -> str:
     """The page with its tables made anew."""
-    results = json.loads(RESULTS.read_text())
-    for name, made in (("gallery", table(results.get("gallery", []))), ("building", building(results["building"]))):
+    results, density = json.loads(RESULTS.read_text()), json.loads(DENSITY.read_text())
+    made_anew = {"gallery": table(results.get("gallery", [])), "building": building(results["building"])}
+    for name, made in (made_anew | {"density": densities(density["rows"])}).items():
         begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
         text = text[: text.index(begin) + len(begin)] + made + text[text.index(end) :]
     return text
