@@ -25,7 +25,8 @@ def variant(dim, dim_v=None, dtype="bf16", **rules) -> BackwardVariant:
     tile = TILES[tile_name(dim, dim_v, any(rules.get(name) for name in ("softcap", "alibi", "bias", "mask", "dropout")))]
     # As `variant_of` has them: of two orders at head dim 64 that of short calls.
     grouped = rules.pop("grouped", bool(rules.get("alibi")))
-    cleared = any(rules.get(name) for name in ("packed", "listed", "bias", "mask")) or max(dim, dim_v) > 128
+    cleared = any(rules.get(name) for name in ("listed", "bias", "mask")) or max(dim, dim_v) > 128
+    cleared = cleared or (max(dim, dim_v) <= 64 and bool(rules.get("packed")))
     order = rules.pop("order", "" if cleared else "first")
     return BackwardVariant(tile, dtype, columns(dim), columns(dim_v), grouped=grouped, order=order, **rules)
 

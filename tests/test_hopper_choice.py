@@ -169,7 +169,8 @@ def test_query_heads_that_share_keys_have_tiles_of_their_own(name: str, monkeypa
         (Operands(meta(4096, 4, 64), meta(4096, 4, 64), meta(4096, 4, 64)), {"window_right": 0}, ""),
         (Operands(meta(4096, 4, 64), meta(4096, 4, 64), meta(4096, 4, 64)), {"window_right": 0, "window_left": 64}, "first"),
         (Operands(meta(4096, 4, 64), meta(4096, 4, 64), meta(4096, 4, 64)), {"deterministic": True}, "all"),
-        (grouped(2048, 2048, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS), {}, ""),
+        (grouped(2048, 2048, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS), {}, "first"),
+        (grouped(2048, 2048, 64, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS), {"window_right": 0, "window_left": 64}, ""),
         (grouped(2048, 2048, mask=torch.empty(1, 1, 2048, 2048, dtype=torch.bool, device="meta")), {}, ""),
     ],
 )

@@ -84,10 +84,10 @@ def order_of(t: Operands, r: Rules) -> str:
     """
     if r.deterministic:
         return "all"
-    dim = max(t.q.shape[3], t.v.shape[3])
-    if described(t) or dim > 128:
+    dim, packed = max(t.q.shape[3], t.v.shape[3]), t.cu_seqlens_q is not None
+    if dim > 128 or (described(t) and not packed):
         return ""
-    short = t.k.shape[2] <= FIRST_TO or r.window_left >= 0
+    short = not packed and (t.k.shape[2] <= FIRST_TO or r.window_left >= 0)
     return "first" if dim > 64 or (short and t.q.shape[1] == t.k.shape[1]) else ""
 
 

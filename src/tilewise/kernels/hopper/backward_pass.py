@@ -96,10 +96,12 @@ def clear_hidden_keys(C: gl.constexpr, p, mem, tile):
 
 
 @jit
-def clear_hidden_rows(C: gl.constexpr, p, q, do, tile, block):
+def clear_hidden_rows(C: gl.constexpr, p, q, do, do_full, do_phase, tile, block):
+    """Where there are any, dO must have come as well; else S need not wait for it."""
     first, end = seen_rows(C, p, tile)
     row = block * C.block_m
     if (row < first) | (row + C.block_m > end):
+        wait(do_full, do_phase)
         clear_outside(q, first - row, end - row)
         clear_outside(do, first - row, end - row)
         fence_async_shared()
@@ -203,8 +205,7 @@ def add_block(
     if C.listed:
         block = (left_number(row_slot(C, base, count)) - row_of(C, p, tile, head, 0)) >> C.log2_block_m
     if C.hidden_rows:
-        wait(base + 8 * (C.do_full + do_stage), do_phase)
-        clear_hidden_rows(C, p, q, do, tile, block)
+        clear_hidden_rows(C, p, q, do, base + 8 * (C.do_full + do_stage), do_phase, tile, block)
     bias, mask = matrices(C, p, mem, tile, head, block, stage, s_layout)
     zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=s_layout)
     s_future = warpgroup_mma(k, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
