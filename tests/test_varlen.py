@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
@@ -193,6 +194,25 @@ def test_vmap_is_a_loop() -> None:
     grads = torch.vmap(torch.func.grad(lambda *x: call(*x).sin().sum()))(q, k, v)
     expected = [torch.func.grad(lambda *x: call(*x).sin().sum())(*x) for x in zip(q, k, v, strict=True)]
     torch.testing.assert_close(grads, torch.stack(expected))
+
+
+def test_gradients_are_not_copied_on_their_way_to_the_operator() -> None:
+    """What the results are views of costs nothing backward: no tensor of their size is filled or copied around the operator."""
+    q, k, v = (x.requires_grad_() for x in small(5, 0, 9, dtype=torch.float32))
+    cu = offsets(5, 0, 9)
+    out, aux = attention_varlen(q, k, v, cu, cu, causal=True, return_aux=("lse", "entropy"))
+    cotangents = [torch.randn_like(x) for x in (out, aux.lse, aux.entropy)]
+    seen: list[str] = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.name())
+            return function(*args, **kwargs or {})
+
+    with Listening():
+        torch.autograd.grad((out, aux.lse, aux.entropy), (q, k, v), cotangents)
+    assert "tilewise::attention_backward" in seen
+    assert not {name for name in seen if not name.startswith("tilewise::")} - {"aten::unsqueeze", "aten::squeeze.dim", "aten::detach"}
 
 
 def test_counted_operations_are_a_bound() -> None:

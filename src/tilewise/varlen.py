@@ -129,7 +129,8 @@ def attention_varlen(
     if backend == "reference":
         result = as_the_op(reference.attention_varlen_full, prepared.reference_arguments, out_dtype)
     else:
-        result = tuple(x if x is None or x.ndim == 1 else x[0] for x in derivatives.attention_forward(**prepared.op_arguments))
+        # The derivative of squeeze is a view, that of [0] a tensor of zeros and a copy into it.
+        result = tuple(x if x is None or x.ndim == 1 else x.squeeze(0) for x in derivatives.attention_forward(**prepared.op_arguments))
     return returned(prepared, result)
 
 
@@ -160,7 +161,7 @@ def prepare_varlen(
         _check_boundaries(packing, q.shape[0], k.shape[0], arguments)
     same_meaning = prepared.reference_arguments | packing._asdict()
     del same_meaning["layout"]
-    return prepared._replace(reference_arguments=same_meaning | {name: same_meaning[name][0] for name in ("q", "k", "v")})
+    return prepared._replace(reference_arguments=same_meaning | {name: same_meaning[name].squeeze(0) for name in ("q", "k", "v")})
 
 
 def _packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> Packing:
