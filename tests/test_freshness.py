@@ -68,7 +68,9 @@ def _source(path: Path, rows: list[dict]) -> tuple[str, str]:
     if path.name == "demo.json":
         return kernel_source_hash(rows[0].get("device_type", "cuda")), "`tilewise demo` on that device"
     if path.suffix == ".json":
-        return kernel_source_hash(rows[0].get("device_type", "cuda")), f"it by {rows[0]['tool']}" if "tool" in rows[0] else "scripts/masks_gpu.py on that device"
+        return kernel_source_hash(rows[0].get("device_type", "cuda")), f"it by {rows[0]['tool']}" if "tool" in rows[
+            0
+        ] else "scripts/masks_gpu.py on that device"
     if rows[-1].get("threads") is not None:
         return kernel_source_hash("cpu"), "`tilewise bench --device cpu` there"
     return kernel_source_hash(), "`make gpu` on that device"

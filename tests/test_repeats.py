@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise import UnsupportedAttention, attention, attention_with_kvcache, plan, repeats
+from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, plan, repeats
 from tilewise.kernels import replay
 from tilewise.kernels.triton import launching
 from tilewise.kernels.triton.launching import Descriptor
@@ -181,17 +181,39 @@ def test_a_result_lies_as_it_was_recorded_also_where_it_is_shaped_like_an_input(
         assert isinstance(passes.known[given], replay.Pass)
 
 
+def test_what_a_pass_zeroes_of_its_own_is_zeroed_whenever_it_is_played() -> None:
+    kernel, passes = Kernel(x="*fp32", sums="*fp32", out="*fp32"), replay.Passes()
+
+    def one(x: torch.Tensor) -> list[torch.Tensor]:
+        other, sums, out = torch.empty(3), torch.empty(1 << 19).view(2, -1), torch.empty(4)
+        sums[1].zero_()
+        out.zero_()
+        replay.start(kernel, 1, x, sums[1], out)
+        replay.start(kernel, 1, x, other, out)
+        return [out]
+
+    for _ in range(4):
+        (out,) = passes.run("key", (x := torch.randn(16),), lambda x=x: one(x))
+        assert not out.any()
+        out.fill_(1.0)  # the allocator gives the same memory again
+    played = passes.known["key"]
+    assert isinstance(played, replay.Pass) and played.source.count(".zero_()") == 2
+    offset = replay.ALIGNMENT + (1 << 20)  # behind `other`, the second half of the sums
+    assert f"work[{offset}:{offset + (1 << 20)}].zero_()" in played.source and played.workspace == replay.ALIGNMENT + (1 << 21)
+
+
 @pytest.mark.parametrize(
     "extra",
     [
         lambda x: x.zero_(),
+        lambda x: x.t().zero_() if x.ndim == 2 else x[::2].zero_(),
         lambda x: x + 1,
         lambda x: replay.note(None, 1, ()),
         lambda x: replay.start(Kernel(x="*fp32"), 1, torch.ones(4)),
         lambda x: replay.start(Kernel(x=("*fp32", "*fp32")), 1, (x, x)),
         lambda x: replay.start(Kernel(x="constexpr"), 1, x),
     ],
-    ids=["in place", "operator", "launch that cannot come again", "foreign tensor", "tuple", "no pointer"],
+    ids=["in place", "in place with holes", "operator", "launch that cannot come again", "foreign tensor", "tuple", "no pointer"],
 )
 def test_a_pass_that_does_anything_else_is_worked_out_every_time(extra: Any) -> None:
     passes, runs = replay.Passes(), []
@@ -432,6 +454,7 @@ def nothing_comes_again(patch: pytest.MonkeyPatch) -> None:
 def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tiled path, of which nothing is recorded: outputs, gradients, second derivatives, gradients of some inputs, hooks."""
     monkeypatch.setattr(plan, "target_of", lambda device: plan.Target("cpu"))
+    offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     calls: list[dict[str, Any]] = [
         {"causal": True},
         {"return_aux": "lse", "window_size": (2, -1)},
@@ -439,17 +462,23 @@ def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: li
         {"bias": torch.randn(4, 4), "mask": torch.tensor([True, False, True, True]), "return_aux": "lse"},
         {"alibi_slopes": torch.rand(2, 4), "learnable_sink": torch.randn(4), "seqused_q": torch.tensor([4, 3], dtype=torch.int32)},
         {"bias": torch.randn(4, 4, requires_grad=True), "seqused_k": torch.tensor([2, 4], dtype=torch.int32)},
+        {"bias": torch.randn(2, 1, 4, 4, requires_grad=True), "alibi_slopes": torch.rand(4, requires_grad=True)},
+        {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "causal": True},
+        {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets + 1, "max_seqlen_k": 5, "return_aux": "lse", "window_size": (1, 1)},
+        {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "learnable_sink": torch.randn(4, requires_grad=True), "return_aux": "lse"},
     ]
     for call in calls:
-        inputs = [torch.randn(2, 4, 4, 16, requires_grad=True) for _ in range(3)]
+        sizes = (8, 4, 16) if "cu_seqlens_q" in call else (2, 4, 4, 16)
+        inputs = [torch.randn(*sizes, requires_grad=True) for _ in range(3)]
 
         def derivatives_of(inputs: list[torch.Tensor], call: dict[str, Any]) -> list[torch.Tensor]:
-            result = attention(*inputs, **call)
+            differentiable = [*inputs, *(x for x in call.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+            result = (attention_varlen if "cu_seqlens_q" in call else attention)(*inputs, **call)
             outputs = [result[0], result[1].lse] if isinstance(result, tuple) else [result]
             loss = sum(x.square().sum() for x in outputs)
-            first = torch.autograd.grad(loss, inputs, create_graph=True)
-            some = torch.autograd.grad(sum(x.sum() for x in outputs), inputs[1:2], retain_graph=True)
-            return [*outputs, *first, *some, *torch.autograd.grad(first[0].square().sum(), inputs)]
+            first = torch.autograd.grad(loss, differentiable, create_graph=True)
+            some = torch.autograd.grad(sum(x.sum() for x in outputs), differentiable[-1:], retain_graph=True)
+            return [*outputs, *first, *some, *torch.autograd.grad(first[0].square().sum(), differentiable)]
 
         with monkeypatch.context() as patch:
             nothing_comes_again(patch)

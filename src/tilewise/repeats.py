@@ -30,8 +30,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED, _FLOAT32 = torch.strided, torch.float32
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype))
 # The operands that a call with a key may have, by their names in the operators.
-OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")
-_NO_MORE = (None,) * (len(OPERANDS) - 3)
+OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k")
+WITH_GRADIENT = OPERANDS[:4]  # of which a repeated call has gradients
+_NO_MORE = (None,) * len(OPERANDS)
 known: dict[tuple[Any, ...], Repeated] = {}
 LATELY = 4  # told from each other by comparing: calls with one shape of q, backward passes of one call, steps over a cache
 lately: dict[torch.Size, tuple[Lately, ...]] = {}
@@ -297,11 +298,14 @@ def _not_yet(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Repeated:
-    """One call of `attention`: the arguments of its operator but `OPERANDS`, and the passes that it has led to. Operands are in that order,
-    None where there is none, also at the end."""
+    """One call of `attention` or `attention_varlen`: the arguments of its operator but `OPERANDS`, and the passes that it has led to.
+    Operands are in that order, None where there is none, also at the end. Those of packed sequences, and their results, are as the user has
+    them, without a batch; where the offsets of keys are those of queries, they are given once."""
 
     def __init__(self, arguments: dict[str, Any], returns_lse: bool) -> None:
         self.arguments = {name: x for name, x in arguments.items() if name not in OPERANDS}
+        self.packed = arguments["cu_seqlens_q"] is not None
+        self.same_offsets = self.packed and arguments["cu_seqlens_q"] is arguments["cu_seqlens_k"]
         self.returns_lse = returns_lse
         self.allow_tf32 = float32_precision_allows_tf32()
         self.passes = Passes()
@@ -313,11 +317,10 @@ class Repeated:
     def __call__(self, *operands: Tensor | None) -> Sequence[Tensor]:
         """out, and lse where it was asked for; perhaps more that nobody asked for."""
         if torch.is_grad_enabled():
-            q, k, v, *others = operands
-            for x in others:
+            for x in operands[len(WITH_GRADIENT) :]:
                 if x is not None and x.requires_grad:
-                    return derivatives.attention_forward(**self._named(operands))
-            if q.requires_grad or k.requires_grad or v.requires_grad:  # type: ignore[union-attr]
+                    return self._without_batch(derivatives.attention_forward(**self._named(operands)))
+            if any(x is not None and x.requires_grad for x in operands[: len(WITH_GRADIENT)]):
                 result = _Differentiable.apply(self, *operands)
                 return result if self.returns_lse else (result,)
         return self.forward(operands, self.returns_lse)
@@ -334,7 +337,7 @@ class Repeated:
     def forward(self, operands: Sequence[Tensor | None], with_lse: bool) -> Sequence[Tensor]:
         """out, and lse with `with_lse`: without, its memory is of the workspace."""
         given = [x for x in operands if x is not None]
-        compute: Callable[[], Any] = lambda: run_forward(self._named(operands))[: 1 + with_lse]  # noqa: E731
+        compute: Callable[[], Any] = lambda: self._without_batch(run_forward(self._named(operands))[: 1 + with_lse])  # noqa: E731
         results = self.passes.run(with_lse, given, compute)
         self.plays()
         return results
@@ -342,8 +345,8 @@ class Repeated:
     def backward(
         self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> Sequence[Tensor | None]:
-        """The gradients of q, k and v, None where they are not needed. `saved` are out, lse and the operands, or what hooks made of them;
-        `arrived` the gradients of out and, where it was returned, lse."""
+        """The gradients of q, k, v and, where `needs` has a fourth, the bias; None where they are not needed. `saved` are out, lse and the
+        operands, or what hooks made of them; `arrived` the gradients of out and, where it was returned, lse."""
         tensors = (*saved, *arrived)
         told = not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.autograd._profiler_enabled())
         if told and not torch.compiler.is_compiling() and _strided(tensors):
@@ -355,7 +358,7 @@ class Repeated:
                     break
         dout, dlse = arrived if self.returns_lse else (*arrived, None)
         if dout is None and dlse is None:
-            return [None] * 3
+            return [None] * len(needs)
         given = [x for x in tensors if x is not None]
         layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if x.is_cuda and derivatives.lies_as_it_is(x)]
         if len(layouts) < len(given) or not derivatives.ordinary():
@@ -368,29 +371,44 @@ class Repeated:
             self.lately = (LatelyBackward(needs, same, found.play), *others[: LATELY - 1])
         return _spread(results, needs)
 
+    def _with_batch(self, x: Tensor | None) -> Tensor | None:
+        return x.unsqueeze(0) if self.packed and x is not None else x
+
+    def _without_batch(self, results: Sequence[Tensor | None]) -> Sequence[Any]:
+        return [x if x is None else x.squeeze(0) for x in results] if self.packed else results
+
     def _named(self, operands: Sequence[Tensor | None]) -> dict[str, Any]:
-        return {**self.arguments, **dict.fromkeys(OPERANDS), **dict(zip(OPERANDS, operands, strict=False))}
+        named = {**dict.fromkeys(OPERANDS), **dict(zip(OPERANDS, operands, strict=False))}
+        if self.packed:
+            named |= {name: self._with_batch(named[name]) for name in ("q", "k", "v")}
+        if self.same_offsets:
+            named["cu_seqlens_k"] = named["cu_seqlens_q"]
+        return {**self.arguments, **named}
 
     def _kept(self, saved: Sequence[Tensor | None]) -> dict[str, Any]:
         """The arguments of the forward operator and its results."""
         out, lse, *operands = saved
-        return {**self._named(operands), "out": out, "lse": lse, "entropy": None, "allow_tf32": self.allow_tf32}
+        results = {"out": self._with_batch(out), "lse": self._with_batch(lse), "entropy": None}
+        return {**self._named(operands), **results, "allow_tf32": self.allow_tf32}
 
-    def _backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-        cotangents = {"dout": arrived[0], "dlse": arrived[1], "dkey_mass": None, "dentropy": None}
+    def _backward(self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor]:
+        dout, dlse = map(self._with_batch, arrived)
+        cotangents = {"dout": dout, "dlse": dlse, "dkey_mass": None, "dentropy": None}
         all_needs = [*needs, *[False] * (len(DIFFERENTIABLE) - len(needs))]
-        return run_backward({**cotangents, **derivatives.common_arguments(self._kept(saved)), "needs": all_needs})
+        given = {**cotangents, **derivatives.common_arguments(self._kept(saved)), "needs": all_needs}
+        return self._without_batch(run_backward(given))
 
     def _differentiable_backward(
         self, saved: Sequence[Tensor | None], arrived: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip("qkv", needs, strict=True)), "captured": [], "blocks": []}
-        grads = derivatives.FORWARD.vjp(self._kept(saved), (*arrived, None, None, None), needed)
-        return [grads.get(name) for name in ("q", "k", "v")]
+        names = WITH_GRADIENT[: len(needs)]
+        needed = {**dict.fromkeys(FORWARD_ARGS, False), **dict(zip(names, needs, strict=True)), "captured": [], "blocks": []}
+        grads = derivatives.FORWARD.vjp(self._kept(saved), (*map(self._with_batch, arrived), None, None, None), needed)
+        return self._without_batch([grads.get(name) for name in names])
 
 
 def _spread(results: Sequence[Tensor], needs: Sequence[bool]) -> Sequence[Tensor | None]:
-    """A gradient for each of q, k and v from those that were needed."""
+    """A gradient for each operand from those that were needed."""
     if len(results) == len(needs):
         return results
     computed = iter(results)
@@ -398,7 +416,7 @@ def _spread(results: Sequence[Tensor], needs: Sequence[bool]) -> Sequence[Tensor
 
 
 class _Differentiable(torch.autograd.Function):
-    """A repeated call under autograd, with gradients of q, k and v."""
+    """A repeated call under autograd, with gradients of q, k, v and a bias."""
 
     @staticmethod
     def forward(ctx: Any, call: Repeated, *operands: Tensor | None) -> Any:
@@ -411,7 +429,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor | None) -> Any:
         needs = ctx.needs_input_grad
-        return None, *ctx.call.backward(ctx.saved_tensors, arrived, needs[1:4]), *_NO_MORE[: len(needs) - 4]
+        wanted = needs[1 : 1 + len(WITH_GRADIENT)]
+        return None, *ctx.call.backward(ctx.saved_tensors, arrived, wanted), *_NO_MORE[: len(needs) - 1 - len(wanted)]
 
 
 # The method of the class in C. What `torch.autograd.Function.apply` does before it is for functions with a `setup_context`, and for what is

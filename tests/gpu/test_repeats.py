@@ -243,3 +243,55 @@ def test_a_played_call_over_a_cache(kind: str, monkeypatch: pytest.MonkeyPatch) 
         assert lse is None or torch.equal(lse.lse, other.lse)
     (kept,) = repeats._over_caches.known.values()
     assert isinstance(kept, replay.Pass)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["self attention", "cross attention"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "as it comes"])
+def test_a_played_packed_call_reads_its_own_offsets(backend: str, deterministic: bool, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other offsets on every call, empty sequences and rows of none among them."""
+    repeats.forget()
+    call = {"backend": backend, "causal": True, "deterministic": deterministic, "return_aux": "lse"}
+    held = []
+    for step in range(6):
+        offsets = [torch.randint(0, 400, (6,)).sort().values.int().cuda() for _ in range(2)]
+        inputs = [randn(400, heads, 128).requires_grad_() for heads in (4, 2, 2)]
+        given = [randn(400, 4, 128), randn(4, 400, dtype=torch.float32)]
+        held.append((offsets, inputs, given))
+
+        def results(offsets: list[torch.Tensor], inputs: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+            out, aux = tilewise.attention_varlen(*inputs, offsets[0], offsets[0] if same else offsets[1], **call)
+            return [out.detach(), aux.lse.detach(), *torch.autograd.grad([out, aux.lse], inputs, given)]
+
+        got = results(*held[step])
+        with monkeypatch.context() as patch:
+            nothing_comes_again(patch)
+            expected = results(*held[step])
+        close(got, expected, backend == "triton" or deterministic)
+    (found,) = repeats.known.values()
+    assert len(found.passes.known) == 2 and all(isinstance(x, replay.Pass) for x in found.passes.known.values())
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 200, 264), (3, 4, 200, 264), (3, 1, 200, 264)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_played_gradient_of_a_bias(backend: str, head_dim: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats.forget()
+    held = []
+    for _ in range(5):
+        inputs = [randn(3, length, 4, head_dim).requires_grad_() for length in (200, 264, 264)]
+        bias, dout = randn(*shape).requires_grad_(), randn(3, 200, 4, head_dim)
+        held.append((inputs, bias, dout))
+
+        def gradients(inputs: list[torch.Tensor], bias: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
+            out = attention(*inputs, bias=bias, backend=backend, deterministic=False)
+            return [out.detach(), *torch.autograd.grad(out, [*inputs, bias], dout)]
+
+        got = gradients(inputs, bias, dout)
+        with monkeypatch.context() as patch:
+            nothing_comes_again(patch)
+            expected = gradients(inputs, bias, dout)
+        for x, y in zip(got, expected, strict=True):  # float32 sums in another order, then one rounding to the dtype
+            assert x.shape == y.shape and x.stride() == y.stride()
+            assert torch.allclose(x, y, rtol=torch.finfo(y.dtype).eps, atol=1e-4)
+    (found,) = repeats.known.values()
+    if backend == "hopper":
+        assert all(isinstance(x, replay.Pass) for x in found.passes.known.values())

@@ -3,8 +3,8 @@
 What a small call costs on the host is not its launches but the way to them: checks, choices, some hundred arguments. All of it follows from
 the layouts of its tensors and from its rules, so it need not be worked out twice. `record` runs a pass and watches it: every operator of
 torch, through a dispatch mode, and every launch, which all go through `start`. A pass that does anything else than allocate, look at
-tensors and launch is not kept. What is kept is played as Python without a loop or a branch (`Pass.source`): going through lists of places
-takes as long as the launches.
+tensors, zero its own and launch is not kept. What is kept is played as Python without a loop or a branch (`Pass.source`): going through
+lists of places takes as long as the launches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,13 +115,15 @@ class Recording(TorchDispatchMode):
         self.inputs = {address: index for index, address in enumerate(addresses)}
         self.made: list[Tensor] = []  # kept, so that no address stands for two of them
         self.questions: list[tuple[int, Callable[[torch.device], Tensor]]] = []
-        self.launches: list[tuple[Any, int, list[Any], dict[int, tuple[str, int, int]]]] = []
+        self.launches: list[tuple[Any, int, list[Any], dict[int, tuple[str, int, int]]]] = []  # of no kernel: what is cleared
         self.refused = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.made.append(result)
+        elif func is torch.ops.aten.zero_.default and result.is_contiguous():
+            self.launches.append((None, result.nbytes, [], {0: self.place_of(result.data_ptr())}))
         elif not func.is_view:
             self.refused = self.refused or f"it calls {func}"
         return result
@@ -177,13 +179,32 @@ class Recording(TorchDispatchMode):
             else:
                 slots["made", index] = workspace, bytes_used
                 bytes_used += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
-        launches = []
+        launches: list[Launch | Clearing] = []
         for kernel, programs, arguments, places in self.launches:
             where = {index: (slots[kind, i][0], slots[kind, i][1] + offset) for index, (kind, i, offset) in places.items()}
-            launches.append(Launch(kernel, programs, arguments, where))
+            if kernel is not None:
+                launches.append(Launch(kernel, programs, arguments, where))
+            elif where[0][0] == workspace:
+                launches.append(Clearing("work", where[0][1], programs))
+            elif (result := where[0][0] - first_result) >= 0 and results[result].nbytes == programs:
+                launches.append(Clearing(f"y{result}"))
+            else:
+                return None
         layouts = [(x.shape, x.stride(), x.dtype) for x in results]
         questions = [of_streams(function, self.device) for _, function in self.questions]
         return Pass(self.device, self.layouts, questions, layouts, bytes_used, launches)
+
+
+class Clearing(NamedTuple):
+    """Zeroes where others add: a result, or so many bytes of the workspace."""
+
+    name: str
+    start: int = 0
+    size: int | None = None
+
+    def written(self, named: Callable[[Any], str]) -> str:
+        """As Python, in the place of a launch."""
+        return f"{self.name}.zero_()" if self.size is None else f"{self.name}[{self.start}:{self.start + self.size}].zero_()"
 
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -201,7 +222,7 @@ class Pass:
         questions: Sequence[OfStreams],
         results: Sequence[Layout],
         workspace: int,
-        launches: Sequence[Launch],
+        launches: Sequence[Launch | Clearing],
     ) -> None:
         self.workspace, self.launches = workspace, launches
         self.names: dict[str, Any] = {"empty_like": torch.empty_like, "empty_strided": torch.empty_strided, "here": here}
