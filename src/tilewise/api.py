@@ -26,6 +26,7 @@ from .checks import (
     sequence_lengths,
     typed,
 )
+from .documents import packed_by
 from .errors import UnsupportedAttention
 from .masks import Lowered, Mask, lower
 from .windows import intersection
@@ -152,9 +153,14 @@ def attention(
         if found is not None:
             return (found[0], Aux(lse=found[1])) if return_aux else found[0]
     key = None
-    operands = q, k, v, bias, mask, alibi_slopes, learnable_sink, seqused_q, seqused_k
+    operands: tuple[Any, ...] = (q, k, v, bias, mask, alibi_slopes, learnable_sink, seqused_q, seqused_k)
+    rules: tuple[Any, ...] = (causal, softmax_scale, softcap, layout, backend, out_dtype)
+    if mask is not None and not isinstance(mask, Tensor):
+        documents = packed_by(mask, q, k, layout, bias, score_mod, alibi_slopes, dropout_p, seqused_q, seqused_k)
+        if documents is not None:
+            operands = (q, k, v, None, None, alibi_slopes, learnable_sink, None, None, documents.offsets)
+            rules = (*rules, "documents", *documents.window)
     if score_mod is None and dropout_seed is None and q_descale is None and k_descale is None and v_descale is None:
-        rules = (causal, softmax_scale, softcap, layout, backend, out_dtype)
         key = repeats.key_of(operands, rules, window_size, deterministic, (dropout_p, check_values, backend == "reference"), return_aux)
         known = None if key is None else repeats.known.get(key)
         if known is not None:
@@ -245,10 +251,15 @@ def prepare(
     aux_names = check_return_aux(return_aux)
     q, k, v = autocast(q, k, v)
     sizes = check_qkv(q, k, v, layout, backend, packed=packing is not None)
+    window_left, window_right = user_window = check_window(window_size)
+    user_mask = mask
+    if packing is None and mask is not None and backend != "reference":
+        documents = packed_by(mask, q, k, layout, bias, score_mod, alibi_slopes, dropout_p, seqused_q, seqused_k)
+        if documents is not None:
+            mask, packing = None, Packing(documents.offsets, documents.offsets, None, None)
+            window_left, window_right = intersection(user_window, documents.window)
     if packing is not None:
         sizes = sizes.of_sequences(packing)
-    window_left, window_right = check_window(window_size)
-    user_window = (window_left, window_right)
     if causal:
         window_right = 0
     if softmax_scale is None:
@@ -311,7 +322,7 @@ def prepare(
         deterministic=deterministic, score_mod=score_text, mask_mod=mask_mod, layout=layout, backend=backend,
     )  # fmt: skip
     same_meaning = dict(
-        q=q, k=k, v=v, causal=causal, window_size=user_window, mask=mask, bias=bias, score_mod=score_mod, softmax_scale=scale,
+        q=q, k=k, v=v, causal=causal, window_size=user_window, mask=user_mask, bias=bias, score_mod=score_mod, softmax_scale=scale,
         softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=sink, dropout_p=dropout_p, dropout_seed=seed, seqused_q=seqused_q,
         seqused_k=seqused_k, layout=layout,
     )  # fmt: skip

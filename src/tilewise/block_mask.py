@@ -15,12 +15,13 @@ from . import tile_cache
 from .block_bits import bits_of_bsr, bits_of_lists, bits_of_topk
 from .errors import UnsupportedAttention
 from .expressions import same_device
-from .mask_base import Mask, conjuncts, indices
+from .mask_base import Mask, conjuncts, indices, leaves
 from .masks import Blocks, Custom, Dense, Lowered, lower
 from .tile_lists import TileLists, lists_of_rule, lists_of_status
 from .tile_status import EMPTY, FULL, PARTIAL, Grid
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+MANY = 1 << 24  # pairs from which finding the tiles of a rule, some 0.2 to 2 ms of small launches, takes far less than it saves
 
 
 class BlockMask:
@@ -98,11 +99,11 @@ class BlockMask:
         """Everything but the lists. Returns what these depend on."""
         self.rule, self.seqlen_q, self.seqlen_k = rule, seqlen_q, seqlen_k
         text, captured = rule.program(seqlen_q, seqlen_k, device=device)
-        names = "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
+        names = _names(text)
         own_batch, own_heads = rule.sizes()
         self.batch = _told_apart("batch", batch, own_batch, "b" in names)
         self.heads = _told_apart("heads", heads, own_heads, "h" in names)
-        self.reads = frozenset(names) & {"b", "h", "p"}
+        self.reads = names & {"b", "h", "p"}
         self.grid = Grid(seqlen_q, seqlen_k, *sizes, *rule.implied_window())
         self.lowered = self._lower(rule, device)
         self.read = tile_cache.versions([*rule.tensors(), *captured])
@@ -394,10 +395,29 @@ def lists_of_blocks(
     None for other rules, for blocks too odd for tiles, and where lengths move the positions that the rule depends on.
     """
     sizes = [part.block_sizes for part in conjuncts(rule) if isinstance(part, Blocks)]
-    if not sizes or any(size % BLOCK_SIZES[0] for size in sizes[0]):
+    if not sizes:
+        return _lists_of_long(rule, seqlen_q, seqlen_k, device, ragged)
+    if any(size % BLOCK_SIZES[0] for size in sizes[0]):
         return None
     mask = BlockMask(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=served(sizes[0]), device=device)
     return None if ragged and "p" in mask.reads else mask.lists
+
+
+def _lists_of_long(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool) -> TileLists | None:
+    """The lists of any other rule that is more than a window, where finding them takes far less time than they save: in calls of `MANY`
+    pairs, of rules that are one for all batch items and heads and hold no tensor of that size themselves, and where they can be kept.
+    """
+    if tile_cache.watched(device) or seqlen_q * seqlen_k < MANY or ragged or rule.window() is not None:
+        return None
+    if rule.sizes() != (1, 1) or any(isinstance(leaf, Dense) for leaf in leaves(rule)):
+        return None
+    text, _ = rule.program(seqlen_q, seqlen_k, device=device)
+    return None if _names(text) & {"b", "h"} else BlockMask(rule, seqlen_q, seqlen_k, device=device).needed
+
+
+def _names(text: str) -> frozenset[str]:
+    """The names in the text of a program."""
+    return frozenset("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 
 
 def served(sizes: tuple[int, ...]) -> tuple[int, int]:

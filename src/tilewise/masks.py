@@ -227,6 +227,7 @@ class Document(Mask):
     ids: Tensor
     kv_ids: Tensor | None = None
     _ascending: bool = field(default=False, repr=False)  # known to ascend in each row, so that a document's keys are an interval
+    offsets: Tensor | None = field(default=None, repr=False)  # int32 (documents + 1,) of one row of both, as packed sequences have them
 
     def __post_init__(self) -> None:
         integers("Document", "ids", self.ids, 2, "(B or 1, S)")
@@ -246,7 +247,7 @@ class Document(Mask):
         if cu_seqlens_k is None or total_k is None:
             if cu_seqlens_k is not None or total_k is not None:
                 raise ValueError("Document.from_cu_seqlens: give cu_seqlens_k and total_k together")
-            return cls(_numbered(cu_seqlens, total), _ascending=True)
+            return cls(_numbered(cu_seqlens, total), _ascending=True, offsets=_closed(cu_seqlens, total))
         return cls(_numbered(cu_seqlens, total), _numbered(cu_seqlens_k, total_k), _ascending=True)
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
@@ -264,7 +265,7 @@ class Document(Mask):
                     )
 
     def sizes(self) -> tuple[int, int]:
-        return max(tensor.shape[0] for tensor in self.tensors()), 1
+        return max(tensor.shape[0] for tensor in (self.ids, self.kv_ids) if tensor is not None), 1
 
     def row_ranges(self, q_idx: Tensor, p: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
         if not self._ascending:
@@ -445,3 +446,10 @@ def _numbered(cu_seqlens: Tensor, total: int) -> Tensor:
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     ends = cu_seqlens[1:].cummax(0).values  # an offset that decreases counts as the largest before it, as in attention_varlen
     return torch.searchsorted(ends, tokens, right=True)[None]
+
+
+def _closed(cu_seqlens: Tensor, total: int) -> Tensor:
+    """The offsets with the first and the last document reaching to the ends of the row, as `_numbered` counts them."""
+    closed = torch.nn.functional.pad(cu_seqlens[1:], (1, 1)).clamp(0, total).to(torch.int32)
+    closed[-1:] = total
+    return closed.clone()  # nobody has written to it

@@ -254,12 +254,12 @@ def again_over_a_cache(tensors: Sequence[Any], *rules: Any) -> Sequence[Tensor] 
 # ------------------------------------------------------------------------------------------------------ what has a key
 
 
-def remember(key: tuple[Any, ...], arguments: dict[str, Any], returns_lse: bool) -> Repeated:
-    """The call of a key from now on; `arguments` are those of the forward operator."""
+def remember(key: tuple[Any, ...], arguments: dict[str, Any], returns_lse: bool, packed: bool = False) -> Repeated:
+    """The call of a key from now on; `arguments` are those of the forward operator. `packed`: the user's tensors have no batch."""
     if len(known) >= MOST:
         known.clear()
         lately.clear()
-    found = known[key] = Repeated(arguments, returns_lse)
+    found = known[key] = Repeated(arguments, returns_lse, packed)
     return found
 
 
@@ -302,10 +302,10 @@ class Repeated:
     Operands are in that order, None where there is none, also at the end. Those of packed sequences, and their results, are as the user has
     them, without a batch; where the offsets of keys are those of queries, they are given once."""
 
-    def __init__(self, arguments: dict[str, Any], returns_lse: bool) -> None:
+    def __init__(self, arguments: dict[str, Any], returns_lse: bool, packed: bool) -> None:
         self.arguments = {name: x for name, x in arguments.items() if name not in OPERANDS}
-        self.packed = arguments["cu_seqlens_q"] is not None
-        self.same_offsets = self.packed and arguments["cu_seqlens_q"] is arguments["cu_seqlens_k"]
+        self.packed = packed
+        self.same_offsets = arguments["cu_seqlens_q"] is not None and arguments["cu_seqlens_q"] is arguments["cu_seqlens_k"]
         self.returns_lse = returns_lse
         self.allow_tf32 = float32_precision_allows_tf32()
         self.passes = Passes()

@@ -27,7 +27,7 @@ _lock = Lock()
 def find(key: tuple[Any, ...], tensors: Sequence[Tensor], build: Callable[[], Found]) -> Found:
     """What `build` returned before for the same key and tensors, else what it returns now."""
     device = key[-1]
-    if _watched(device) or not all(map(_has_content, tensors)):
+    if watched(device) or not all(map(_has_content, tensors)):
         return build()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     full_key = (*key, stream, torch.is_inference_mode_enabled(), *map(_content, tensors))
@@ -66,10 +66,11 @@ def clear() -> None:
 
 def host_may_read(device: torch.device) -> bool:
     """Whether values on a device can be read now without waiting for it and without a tracer that would have to know them."""
-    return device.type == "cpu" and not _watched(device)
+    return device.type == "cpu" and not watched(device)
 
 
-def _watched(device: torch.device) -> bool:
+def watched(device: torch.device) -> bool:
+    """Whether a tracer, a transform, a mode or a graph that is captured looks on: then nothing is kept, and nothing of it is found."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:

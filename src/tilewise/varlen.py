@@ -139,7 +139,7 @@ def attention_varlen(
         check_values=check_values, return_aux=return_aux,
     )  # fmt: skip
     if key is not None:
-        result = repeats.remember(key, prepared.op_arguments, prepared.wants_aux)(*operands)
+        result = repeats.remember(key, prepared.op_arguments, prepared.wants_aux, packed=True)(*operands)
     elif backend == "reference":
         result = as_the_op(reference.attention_varlen_full, prepared.reference_arguments, out_dtype)
     else:

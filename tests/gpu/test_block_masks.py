@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise import BlockMask, attention, masks, reference, tile_cache
+from tilewise import BlockMask, attention, explain, masks, reference, tile_cache
 
 from ..test_block_mask import per_head, rules_for
 from .common import BACKENDS, compare, qkv
@@ -214,3 +214,34 @@ def test_a_graph_is_replayed_with_other_blocks():
         bits.copy_(torch.rand(bits.shape, device="cuda") < 0.5)
         graph.replay()
         assert torch.equal(out, step())
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("blocked", [False, True], ids=["rule", "block mask"])
+@pytest.mark.parametrize("window", [None, masks.Causal(), masks.Causal() & masks.SlidingWindow(70, -1)], ids=["all", "causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+def test_documents_run_as_packed_sequences(head_dim, window, blocked, layout):
+    """By the kernels of these, again and again with other data and the same rule."""
+    n, backend = 700, BACKENDS[-1]
+    bounds = torch.tensor([0, 100, 100, 357, 640], device="cuda")
+    rule = masks.Document.from_cu_seqlens(bounds, n)
+    rule = rule if window is None else rule & window
+    mask = BlockMask(rule, n, device="cuda") if blocked else rule
+    for _ in range(4):
+        inputs = {
+            name: x.transpose(1, 2) if layout == "bhsd" else x for name, x in qkv(1, n, n, head_dim=head_dim, heads=4, kv_heads=2).items()
+        }
+        call = {**inputs, "mask": mask, "layout": layout}
+        assert explain(**call).backend == explain(**call, pass_="bwd").backend == backend
+        compare(call, backend)
+
+
+def test_a_long_rule_without_a_block_mask_visits_its_own_tiles():
+    """What it takes is far from the time of all tiles, and it is right."""
+    n = 8192
+    q, k, v = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    rule = masks.Custom(lambda b, h, q_idx, kv_idx: (q_idx // 512 == kv_idx // 512) & (q_idx >= kv_idx))
+    out = attention(q, k, v, mask=rule)
+    assert torch.equal(out, attention(q, k, v, mask=BlockMask(rule, n, device="cuda")))
+    expected, _ = reference.attention(*(x[:, -512:] for x in (q, k, v)), causal=True)
+    assert (out[:, -512:].double() - expected.double()).norm() <= 1e-2 * expected.double().norm()

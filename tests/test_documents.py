@@ -1,0 +1,201 @@
+"""Documents one after the other, given as a rule, run as packed sequences wherever that means the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewise import BlockMask, attention, block_mask, explain, masks
+from tilewise.api import prepare
+
+from .comparing import compare
+from .helpers import make_inputs
+
+OFFSETS = torch.tensor([0, 5, 5, 17, 12, 40])
+RULES: dict[str, Any] = {
+    "documents": lambda d: d,
+    "causal": lambda d: d & masks.Causal(),
+    "window": lambda d: masks.SlidingWindow(3, 2) & d,
+    "causal in a window": lambda d: masks.Causal() & (d & masks.SlidingWindow(7, -1)),
+}
+
+
+def document(total: int = 48) -> masks.Document:
+    return masks.Document.from_cu_seqlens(OFFSETS, total)
+
+
+def inputs(total: int = 48, **changes: Any) -> dict[str, Any]:
+    return make_inputs(1, total, total, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32, **changes)
+
+
+def is_packed(**call: Any) -> bool:
+    arguments = prepare(**call).op_arguments
+    packed = arguments["cu_seqlens_q"] is not None
+    assert packed != bool(arguments["mask_mod"]) or not packed
+    return packed
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["rule", "block mask"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", RULES)
+def test_it_means_the_same(name: str, layout: str, blocked: bool) -> None:
+    rule = RULES[name](document())
+    call = inputs()
+    if layout == "bhsd":
+        call |= {key: call[key].transpose(1, 2) for key in "qkv"} | {"layout": layout}
+    call["mask"] = BlockMask(rule, 48, block_size=16) if blocked else rule
+    assert is_packed(**call)
+    compare(call)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"causal": True},
+        {"window_size": (2, 9)},
+        {"softcap": 2.0, "learnable_sink": torch.randn(4)},
+        {"alibi_slopes": torch.rand(4)},
+    ],
+    ids=lambda more: ", ".join(more),
+)
+def test_what_goes_with_it(more: dict[str, Any]) -> None:
+    call = inputs() | {"mask": document() & masks.SlidingWindow(11, 4), **more}
+    assert is_packed(**call)
+    compare(call)
+
+
+def test_every_output_has_its_shape() -> None:
+    call = inputs() | {"mask": document() & masks.Causal()}
+    names = ("lse", "max_logits", "key_mass", "entropy")
+    out, aux = attention(**call, return_aux=names)
+    expected_out, expected = attention(**call, return_aux=names, backend="reference")
+    assert is_packed(**call)
+    torch.testing.assert_close(out, expected_out)
+    for name in names:
+        torch.testing.assert_close(getattr(aux, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: inputs() | {"mask": masks.Document(document().ids) & masks.Causal()},
+        lambda: inputs() | {"mask": document() | masks.Causal()},
+        lambda: inputs() | {"mask": ~document()},
+        lambda: inputs() | {"mask": document() & masks.Chunked(16)},
+        lambda: inputs() | {"mask": document() & document()},
+        lambda: inputs() | {"mask": document(), "bias": torch.randn(48, 48)},
+        lambda: inputs() | {"mask": document(), "score_mod": lambda score, b, h, q_idx, kv_idx: score + q_idx},
+        lambda: inputs() | {"mask": document(), "alibi_slopes": torch.rand(1, 4)},
+        lambda: inputs() | {"mask": document(), "seqused_k": torch.tensor([30], dtype=torch.int32)},
+        lambda: make_inputs(2, 48, 48, heads=2, head_dim=8, dtype=torch.float32) | {"mask": document()},
+        lambda: inputs() | {"mask": masks.Document.from_cu_seqlens(OFFSETS, 48, OFFSETS, 48)},
+    ],
+    ids=[
+        "numbers given", "or", "not", "chunks", "twice", "bias", "score function", "slopes of items", "lengths", "two items", "keys apart",
+    ],
+)  # fmt: skip
+def test_what_else_goes_the_ordinary_way_and_means_the_same(call: Any) -> None:
+    given_ = call()
+    assert not is_packed(**given_)
+    compare(given_)
+
+
+def test_dropout_is_keyed_by_the_place_in_the_row() -> None:
+    call = inputs() | {"mask": document(), "dropout_p": 0.3, "dropout_seed": 7}
+    assert not is_packed(**call)
+    compare(call)
+
+
+def test_a_rule_that_somebody_writes_to_is_read_again() -> None:
+    rule = document()
+    assert is_packed(**inputs(), mask=rule)
+    rule.ids[0, 10:] = 99
+    assert not is_packed(**inputs(), mask=rule)
+    compare(inputs() | {"mask": rule})
+
+
+def test_offsets_that_change_later_do_not_change_the_rule() -> None:
+    offsets = OFFSETS.clone()
+    rule = masks.Document.from_cu_seqlens(offsets, 48)
+    call = inputs()
+    before = attention(**call, mask=rule)
+    offsets[2] = 30
+    assert is_packed(**call, mask=rule) and torch.equal(attention(**call, mask=rule), before)
+
+
+def test_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="build it for this length"):
+        attention(**inputs(32), mask=document())
+    with pytest.raises(ValueError, match="was built for 48 queries"):
+        attention(**inputs(32), mask=BlockMask(document(), 48))
+
+
+def test_what_one_document_holds_never_reaches_another() -> None:
+    call = inputs() | {"mask": document() & masks.Causal()}
+    clean = attention(**call)
+    for name in ("q", "k", "v"):
+        call[name] = call[name].clone()
+        call[name][:, 5:17] = float("nan")
+    out = attention(**call)
+    outside = torch.ones(48, dtype=torch.bool)
+    outside[5:17] = False
+    assert torch.equal(out[:, outside], clean[:, outside]) and out[:, ~outside].isnan().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-3, 50), min_size=1, max_size=7), st.sampled_from(sorted(RULES)), st.integers(1, 50))
+def test_any_offsets(offsets: list[int], name: str, total: int) -> None:
+    rule = RULES[name](masks.Document.from_cu_seqlens(torch.tensor(offsets), total))
+    call = inputs(total) | {"mask": rule}
+    assert is_packed(**call)
+    compare(call)
+
+
+def test_compiled_it_is_packed_too() -> None:
+    rule, call = document() & masks.Causal(), inputs()
+    traced: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        traced.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, mask=rule), backend=keep, fullgraph=True)
+    torch.testing.assert_close(compiled(**call), attention(**call, mask=rule))
+    assert "attention_forward" in traced[0].code
+
+
+def test_explain_says_so() -> None:
+    q = torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="meta")
+    rule = masks.Document.from_cu_seqlens(torch.tensor([0, 100, 4096], device="meta"), 4096) & masks.Causal()
+    assert explain(q, q, q, mask=rule, device="NVIDIA H200").backend == "hopper"
+    assert explain(q, q, q, mask=rule, device="NVIDIA H200", pass_="bwd").backend == "hopper"
+
+
+# ------------------------------------------------------------------------------------------------- rules that are not documents
+
+
+@pytest.mark.parametrize(
+    "rule, found",
+    [
+        (lambda: masks.Causal() & masks.Chunked(8), True),
+        (lambda: masks.Document(torch.arange(48)[None] // 7), True),
+        (lambda: masks.Custom(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 5), True),
+        (lambda: masks.Causal(), False),  # a window, whose tiles are skipped without lists
+        (lambda: masks.Custom(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 5 * h), False),
+        (lambda: masks.Dense(torch.rand(48, 48) < 0.5), False),
+        (lambda: masks.PrefixLM(torch.tensor([3, 9])), False),
+    ],
+)
+def test_tiles_of_long_rules_are_found_without_a_block_mask(rule: Any, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = 2 if isinstance(rule(), masks.PrefixLM) else 1
+    call = make_inputs(items, 48, 48, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32) | {"mask": rule()}
+    assert not prepare(**call).op_arguments["blocks"]
+    monkeypatch.setattr(block_mask, "MANY", 48 * 48)
+    assert bool(prepare(**call).op_arguments["blocks"]) == found
+    compare(call)
+    lengths = torch.full((items,), 30, dtype=torch.int32)
+    assert not prepare(**call, seqused_k=lengths).op_arguments["blocks"]
