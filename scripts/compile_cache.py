@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from compile_all import SOURCES, TARGETS, amd_resources, kernels_package, nvidia_resources
 
+DEPENDENT = ("sm90", "sm100", "sm120")  # targets where a merge is set up while the parts are still read
 FLOATS = ("scale", "unit", "unit_exact", "softcap")
 TYPES = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8e4nv": 8}
 
@@ -67,8 +68,10 @@ def constants_of(case: Case) -> tuple[dict, dict]:
         return constants | {"ALIGN": 8, "ROTARY": 64 if case.has("rotary") else 0, "INTERLEAVED": True}, {"num_warps": 4, "num_stages": 1}
     block_dv = max(16, 1 << (case.head_dim_v - 1).bit_length())
     if case.kernel == "merge_parts":
-        constants = {"DV": case.head_dim_v, "BLOCK_DV": block_dv, "BLOCK_M": 16, "SEARCH": case.has("packed"), "BLOCK_S": 16}
-        return constants | {"NATURAL": False}, {"num_warps": 4, "num_stages": 1}
+        constants = {"DV": case.head_dim_v, "BLOCK_DV": block_dv, "BLOCK_M": 16, "SEARCH": case.has("packed"), "BLOCK_S": 32}
+        dependent = case.target in DEPENDENT
+        options = {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if dependent else {})
+        return constants | {"NATURAL": False, "DEPENDENT": dependent}, options
     main, rest = configs.column_blocks(case.head_dim)
     bits, cache_bits = TYPES[case.dtype], TYPES[case.cache_dtype or case.dtype]
     values_in_keys = main == block_dv and rest > 0
@@ -94,6 +97,7 @@ def constants_of(case: Case) -> tuple[dict, dict]:
         "PRECISION": "ieee",
         "MASK_MOD": "",
         "SEARCH": case.has("packed"),
+        "DEPENDENT": case.target in DEPENDENT,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 

@@ -127,5 +127,5 @@ def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
     run(
         merge_parts, rows, work, out.out, out.lse, None, *shape, parts, unit, power_of_two_at_least(unit),
         DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=FEW if few else MERGED_AT_ONCE, NATURAL=False,
-        num_warps=1 if few else 4, enable_fp_fusion=True,
+        DEPENDENT=False, num_warps=1 if few else 4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..launch import run
 from ..tiles import LOG2E, NEG_INF, hide_rows, log_sum_exp, online_softmax_update
@@ -110,8 +111,10 @@ def attention_cached(
     D: tl.constexpr, DV: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCH: tl.constexpr, PART: tl.constexpr, LEAST: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, ALIGN: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()  # the merge may be set up as soon as all programs run; it waits until they have ended
     # Row tiles that read the same keys are neighbours, so that these come from L2; then kv heads, which lie beside each other in memory.
     program = tl.program_id(0)
     tile, program = program % row_tiles, program // row_tiles
@@ -231,5 +234,5 @@ def attention(t: CacheOperands, r: CacheRules, out: Tensor, lse: Tensor, calls: 
             if work is not None:
                 run(
                     merge_parts, call.slots * call.rows, work, out, lse, t.cu_seqlens_q, *call.rows_and_heads, call.splits, call.unit,
-                    call.unit_exact, BLOCK_S=MERGED_AT_ONCE, num_warps=4, **call.shared_constants,
+                    call.unit_exact, BLOCK_S=MERGED_AT_ONCE, num_warps=4, **call.merge_options, **call.shared_constants,
                 )  # fmt: skip

@@ -99,15 +99,21 @@ def planned(s: Signature) -> tuple[CacheLaunch, ...] | None:
     """
     target, group = target_of(s.device), s.q[0][2] // s.k[0][2]
     if not s.packed:
-        config = config_of(s, s.q[0][1] * group, target)
-        return None if config is None else (CacheLaunch(s, config, 0, ANY_ROWS),)
+        rows, r = s.q[0][1] * group, s.rules
+        config = config_of(s, rows, target)
+        if config is None:
+            return None
+        programs = -(-rows // config.block_m) * s.k[0][2] * s.items
+        if configs.one_each(programs, multiprocessors(s.device)) and not (r.num_splits or r.batch_invariant):
+            config = config_of(s, rows, target, alone=True) or config
+        return (CacheLaunch(s, config, 0, ANY_ROWS),)
     low, high = config_of(s, group, target), config_of(s, s.q[0][1] * group, target)
     if low is None or high is None:
         return None
     return CacheLaunch(s, low, 0, low.block_m), CacheLaunch(s, high, low.block_m, ANY_ROWS)
 
 
-def config_of(s: Signature, rows: int, target: Target) -> Config | None:
+def config_of(s: Signature, rows: int, target: Target, alone: bool = False) -> Config | None:
     """The tiles for so many rows on a device, None where none fit."""
     dim = s.q[0][3]
     main, rest = configs.column_blocks(dim)
@@ -121,6 +127,7 @@ def config_of(s: Signature, rows: int, target: Target) -> Config | None:
         padded(s.v[0][3]),
         values_in_keys(s, main),
         s.table is not None,
+        alone,
     )
 
 
@@ -128,6 +135,13 @@ def values_in_keys(s: Signature, main: int) -> bool:
     """Whether values are the first dims of the keys, in the same memory: then one load of a tile serves both products."""
     dim_v = s.v[0][3]
     return s.same_start and s.v[1] == s.k[1] and dim_v <= main == padded(dim_v)
+
+
+@functools.lru_cache(maxsize=64)
+def dependent(device: torch.device) -> bool:
+    """Whether a kernel may be set up while the one before it still runs, and wait inside (programmatic dependent launch)."""
+    target = target_of(device)
+    return device.type == "cuda" and not target.hip and target.capability >= (9, 0)
 
 
 class CacheLaunch:
@@ -174,6 +188,7 @@ class CacheLaunch:
             pages, s.rotary[0], r.softmax_scale, self.unit, self.unit_exact, r.softcap if r.softcap > 0.0 else None, self.window_left,
             self.window_right,
         )  # fmt: skip
+        self.merge_options = {"DEPENDENT": True, "launch_pdl": True} if dependent(s.device) else {"DEPENDENT": False}
         self.shared_constants = {
             "DV": dim_v,
             "BLOCK_DV": padded(dim_v),
@@ -196,6 +211,7 @@ class CacheLaunch:
             "ALIGN": self.align,
             "MASK_MOD": self._program(s),
             "PRECISION": "tf32" if r.allow_tf32 and bits == 32 else "ieee",
+            "DEPENDENT": self.splits > 1 and dependent(s.device),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             **self.shared_constants,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ..tiles import LOG2E, NEG_INF, log_sum_exp
 from .tiles import item_and_row, queries_of
 
-MERGED_AT_ONCE = 16
+MERGED_AT_ONCE = 32
 
 
 RUNTIME = ["kv_heads", "group", "size_q", "total", "items", "row_tiles", "slots", "rows", "least_rows", "most_rows", "splits"]
@@ -19,12 +20,15 @@ def merge_parts(
     work_ptr, out_ptr, lse_ptr, offsets_ptr, kv_heads, group, size_q, total, items, row_tiles, slots, rows, least_rows, most_rows, splits,
     unit, unit_exact,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, SEARCH: tl.constexpr, BLOCK_S: tl.constexpr, NATURAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out = sum_s e^(m_s - m) acc_s / l with l = sum_s e^(m_s - m) l_s and m = max_s m_s (Milakov & Gimelshein 2018, section 3.1).
 
     Parts are added BLOCK_S at a time in their own order: the sum does not depend on how many empty ones follow. An empty part has l = 0,
-    and its accumulator was never written.
+    and its accumulator was never written. DEPENDENT: it was launched before the parts were there.
     """
+    if DEPENDENT:
+        gdc_wait()
     slot, r = tl.program_id(0) // rows, tl.program_id(0) % rows
     hk, tile, b = slot % kv_heads, slot // kv_heads % row_tiles, slot // kv_heads // row_tiles
     b, m0 = item_and_row(offsets_ptr, b, tile, items, group, BLOCK_M, SEARCH)
