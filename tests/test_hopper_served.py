@@ -6,7 +6,9 @@ their calls are asked for all the same, so that no other refusal hides there.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ pytest.importorskip("triton")
 
 from tilewise import BlockMask, UnsupportedAttention, explain, masks, plan
 from tilewise.explaining import Explanation
+from tilewise.kvcache.call import CacheOperands, CacheRules
 from tilewise.plan import Operands, Request, Rules, Target
 
 from .gpu import test_features, test_hopper_backward, test_pairs
@@ -174,3 +177,23 @@ def test_the_refusals_that_gpu_tests_skip_are_these() -> None:
     for backend, words in (("hopper", "it counts tiles and positions in 32 bits"), ("triton", REFUSALS[2])):
         with pytest.raises(UnsupportedAttention):
             skip_refused(backend, UnsupportedAttention(words))
+
+
+def test_which_calls_over_a_cache_the_forward_kernel_serves() -> None:
+    """Many rows of a contiguous cache; whatever it does not do stays with the decoding kernel."""
+    over_cache = importlib.import_module("tilewise.kernels.hopper.over_cache")
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    lengths = meta(2, dtype=torch.int32)
+    t, r = CacheOperands(meta(2, 16, 64, 128), meta(2, 4096, 8, 128), meta(2, 4096, 8, 128), cache_seqlens=lengths), CacheRules(0.1)
+    assert over_cache.why_not(t, r, H200) is None
+    assert over_cache.why_not(t, replace(r, appended=16, window_left=100, window_right=0, softcap=5.0), H200) is None
+    assert "bound by memory" in over_cache.why_not(replace(t, q=meta(2, 7, 64, 128)), r, H200)
+    for change in ({"page_table": lengths}, {"cache_batch_idx": lengths}, {"cache_leftpad": lengths}, {"rotary_cos": lengths}):
+        assert "over a cache" in over_cache.why_not(replace(t, **change), r, H200)
+    for change in ({"num_splits": 2}, {"batch_invariant": True}, {"mask_mod": "p >= 0"}):
+        assert "parts that are told" in over_cache.why_not(t, replace(r, **change), H200)
+    assert "another dtype" in over_cache.why_not(replace(t, k_cache=meta(2, 4096, 8, 128, dtype=torch.float16)), r, H200)
+    assert "Hopper GPU" in over_cache.why_not(t, r, Target("cuda", (8, 0)))

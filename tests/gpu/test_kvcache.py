@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tilewise import attention_varlen, attention_with_kvcache, masks
+from tilewise import attention_varlen, attention_with_kvcache, masks, repeats
 from tilewise.kernels.triton import cache
 from tilewise.kvcache import ops, reference
 
@@ -321,3 +323,48 @@ def test_the_kernels_say_why_they_decline():
 
     t = ops.CacheOperands(*(torch.empty(1, 1, 1, 8, dtype=torch.float64, device="cuda") for _ in range(3)))
     assert "float64" in (cache.why_not(t, ops.CacheRules(1.0), plan.target_of(t.q.device)) or "")
+
+
+@pytest.mark.parametrize("queries", [16, 64, 200])
+@pytest.mark.parametrize("window", [{"causal": True}, {}, {"causal": True, "window_size": (300, -1)}], ids=["causal", "all", "window"])
+@pytest.mark.parametrize("more", ["", "append", "softcap and sink", "slopes", "lse in float32"])
+def test_many_queries_over_a_contiguous_cache(queries: int, window: dict[str, Any], more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the Hopper kernel where there is one, as the portable kernel reads the cache, which other tests compare with the specification,
+    and whatever lies behind the lengths. Again and again with other lengths in the same tensors."""
+    torch.manual_seed(0)
+    items, capacity, heads = 3, 1000, 16
+    q = torch.randn(items, queries, heads, 128, device="cuda", dtype=torch.bfloat16)
+    new = [torch.randn(items, queries, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    options: dict[str, Any] = dict(window)
+    if more == "softcap and sink":
+        options |= {"softcap": 20.0, "learnable_sink": torch.randn(heads, device="cuda")}
+    elif more == "slopes":
+        options |= {"alibi_slopes": torch.rand(items, heads, device="cuda") / 50}
+    elif more == "lse in float32":
+        options |= {"return_aux": "lse", "out_dtype": torch.float32}
+    lengths = torch.empty(items, dtype=torch.int32, device="cuda")
+    for step in range(4):
+        lengths.copy_(torch.tensor([0, 37 + 101 * step, capacity - queries], dtype=torch.int32))
+        caches = [torch.randn(items, capacity, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        behind = torch.arange(capacity, device="cuda")[None] >= lengths[:, None]
+        for x in caches:
+            x.masked_fill_(behind[..., None, None], float("nan"))
+        copies = [x.clone() for x in caches]
+        given = [*new] if more == "append" else []
+        served = []
+        with monkeypatch.context() as patch:
+            backend = ops.backend
+            patch.setattr(ops, "backend", lambda t, r, backend=backend, served=served: served.append(m := backend(t, r)) or m)
+            got = attention_with_kvcache(q, *caches, *given, cache_seqlens=lengths, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "backend", lambda t, r: cache)
+            repeats.forget()
+            expected = attention_with_kvcache(q, *copies, *given, cache_seqlens=lengths, **options)
+            repeats.forget() if step % 2 else None
+        if served and torch.cuda.get_device_capability() == (9, 0):
+            assert served[0].__name__.endswith("over_cache")
+        pairs = [(got, expected)] if torch.is_tensor(got) else [(got[0], expected[0]), (got[1].lse, expected[1].lse)]
+        for x, y in pairs:
+            assert x.dtype == y.dtype and not x.isnan().any()
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+            assert torch.equal(x.isinf(), y.isinf())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import plan
-from ..late import when_imported
+from ..late import imported, when_imported
 from ..ops import float32_precision_allows_tf32
 from .call import AppendOperands, CacheOperands, CacheRules
 
@@ -137,11 +137,15 @@ def _cache_append_fake(*_: Any) -> None:
 
 
 def backend(t: CacheOperands, r: CacheRules) -> Any:
-    """The module whose `attention` reads the cache: the Triton kernels where they can, else plain torch."""
+    """The module whose `attention` reads the cache: the Hopper kernel for many queries, the Triton kernels where they can, else torch."""
     target = plan.target_of(t.q.device)
     if target.type == "cuda":
         from ..kernels.triton import cache
 
+        if not target.hip and target.capability == (9, 0):
+            for_many_queries = imported("tilewise.kernels.hopper.over_cache")
+            if for_many_queries.why_not(t, r, target) is None:
+                return for_many_queries
         reason = cache.why_not(t, r, target)
         if reason is None:
             return cache

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..launch import run
 from ..tiles import LOG2E, NEG_INF, hide_rows, log_sum_exp, online_softmax_update
@@ -114,7 +113,7 @@ def attention_cached(
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
-        gdc_launch_dependents()  # the merge may be set up as soon as all programs run; it waits until they have ended
+        tl.extra.cuda.gdc_launch_dependents()  # the merge may be set up as soon as all programs run; it waits until they have ended
     # Row tiles that read the same keys are neighbours, so that these come from L2; then kv heads, which lie beside each other in memory.
     program = tl.program_id(0)
     tile, program = program % row_tiles, program // row_tiles

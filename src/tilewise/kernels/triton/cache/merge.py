@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from ..tiles import LOG2E, NEG_INF, log_sum_exp
 from .tiles import item_and_row, queries_of
@@ -28,7 +27,7 @@ def merge_parts(
     and its accumulator was never written. DEPENDENT: it was launched before the parts were there.
     """
     if DEPENDENT:
-        gdc_wait()
+        tl.extra.cuda.gdc_wait()
     slot, r = tl.program_id(0) // rows, tl.program_id(0) % rows
     hk, tile, b = slot % kv_heads, slot // kv_heads % row_tiles, slot // kv_heads // row_tiles
     b, m0 = item_and_row(offsets_ptr, b, tile, items, group, BLOCK_M, SEARCH)
