@@ -429,7 +429,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor | None) -> Any:
         needs = ctx.needs_input_grad
-        wanted = needs[1 : 1 + len(WITH_GRADIENT)]
+        wanted = needs[1:5] if len(needs) > 4 and needs[4] else needs[1:4]  # with a bias or without, however it was called
         return None, *ctx.call.backward(ctx.saved_tensors, arrived, wanted), *_NO_MORE[: len(needs) - 1 - len(wanted)]
 
 

@@ -104,7 +104,8 @@ def planned(s: Signature) -> tuple[CacheLaunch, ...] | None:
         if config is None:
             return None
         programs = -(-rows // config.block_m) * s.k[0][2] * s.items
-        if configs.one_each(programs, multiprocessors(s.device)) and not (r.num_splits or r.batch_invariant):
+        # With pages, waiting for a page's number is better hidden by a second program than by more stages.
+        if configs.one_each(programs, multiprocessors(s.device)) and not (r.num_splits or r.batch_invariant or s.table is not None):
             config = config_of(s, rows, target, alone=True) or config
         return (CacheLaunch(s, config, 0, ANY_ROWS),)
     low, high = config_of(s, group, target), config_of(s, s.q[0][1] * group, target)
