@@ -161,7 +161,7 @@ def test_hopper_pages_show_the_committed_measurements(name: str, peers: tuple[st
     """docs/hopper-*.md: both runs of the 18 cells, TFLOP/s of all and the medians of the rounds' ratios, from their results file."""
     page = (ROOT / "docs" / f"hopper-{name}.md").read_text()
     found: dict[str, dict[str, list[dict]]] = {}
-    file = "nvidia-h200-2026-11-30T22.jsonl"
+    file = "nvidia-h200-2026-12-01T01.jsonl"
     assert f"`{file}`" in page
     rows = [row for row in lab.read(RESULTS / file) if (row["case"], row["pass"]) == ("paper", {"forward": "fwd", "backward": "bwd"}[name])]
     beside = {row["run_id"] for row in rows if row["provider"] == "fa4"}  # further runs are of other contestants
@@ -198,7 +198,7 @@ def test_hopper_pages_show_the_committed_measurements(name: str, peers: tuple[st
 def test_hopper_pages_sum_up_the_committed_measurements(name: str, pass_: str, peers: tuple[str, ...]) -> None:
     """docs/hopper-*.md: what the text says of the best peer over the cells, and of the calls beside them."""
     text = " ".join((ROOT / "docs" / f"hopper-{name}.md").read_text().split())
-    rows = [row for row in lab.read(RESULTS / "nvidia-h200-2026-11-30T22.jsonl") if row["pass"] == pass_ and row["status"] == "ok"]
+    rows = [row for row in lab.read(RESULTS / "nvidia-h200-2026-12-01T01.jsonl") if row["pass"] == pass_ and row["status"] == "ok"]
     cells: dict[tuple[str, str, str], dict[str, dict]] = {}
     for row in rows:
         cells.setdefault((row["run_id"], row["case"], row["label"]), {})[row["provider"]] = row

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cases import Case
 from .masked import BLOCK, case_mask
-from .provider import Inputs, Prepared, in_pages, refuse
+from .provider import Inputs, Prepared, Unsupported, in_pages, refuse
 
 
 def _hidden(case: Case, inputs: Inputs) -> Tensor | None:
@@ -200,6 +200,8 @@ def listed_flash(case: Case, function: Callable[..., Any], tensors: Callable[...
     lists = tensors(**nothing, full_block_cnt=count.contiguous(), full_block_idx=index, block_size=(BLOCK, BLOCK))
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() and q.requires_grad:  # it would return gradients of a call without lists
+            raise Unsupported("its lists are for the forward pass")
         out = function(q, k, v, mask_mod=None, block_sparse_tensors=lists)
         return out[0] if isinstance(out, tuple) else out
 
