@@ -197,5 +197,8 @@ def test_tiles_of_long_rules_are_found_without_a_block_mask(rule: Any, found: bo
     monkeypatch.setattr(block_mask, "MANY", 48 * 48)
     assert bool(prepare(**call).op_arguments["blocks"]) == found
     compare(call)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_mask.tile_cache, "LARGEST", 15)  # bytes: one tile of 128 x 128 may stand in four lists
+        assert not prepare(**call).op_arguments["blocks"]
     lengths = torch.full((items,), 30, dtype=torch.int32)
     assert not prepare(**call, seqused_k=lengths).op_arguments["blocks"]

@@ -21,6 +21,7 @@ from .tile_lists import TileLists, lists_of_rule, lists_of_status
 from .tile_status import EMPTY, FULL, PARTIAL, Grid
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+TILE_LISTS = 4  # of int32, that a tile may stand in: partial and full ones, by queries and by keys
 MANY = 1 << 24  # pairs from which finding the tiles of a rule, some 0.2 to 2 ms of small launches, takes far less than it saves
 
 
@@ -405,11 +406,15 @@ def lists_of_blocks(
 
 def _lists_of_long(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool) -> TileLists | None:
     """The lists of any other rule that is more than a window, where finding them takes far less time than they save: in calls of `MANY`
-    pairs, of rules that are one for all batch items and heads and hold no tensor of that size themselves, and where they can be kept.
+    pairs, of rules that are one for all batch items and heads and hold no tensor of that size themselves, and where they can be kept: not
+    those of so many tiles that `tile_cache` would find them anew in every call.
     """
     if tile_cache.watched(device) or seqlen_q * seqlen_k < MANY or ragged or rule.window() is not None:
         return None
     if rule.sizes() != (1, 1) or any(isinstance(leaf, Dense) for leaf in leaves(rule)):
+        return None
+    grid = Grid(seqlen_q, seqlen_k, 128, 128, *rule.implied_window())
+    if 4 * TILE_LISTS * grid.rows * grid.width > tile_cache.LARGEST:
         return None
     text, _ = rule.program(seqlen_q, seqlen_k, device=device)
     return None if _names(text) & {"b", "h"} else BlockMask(rule, seqlen_q, seqlen_k, device=device).needed
