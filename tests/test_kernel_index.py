@@ -231,17 +231,41 @@ def test_facts_that_another_process_cannot_have_are_not_kept(kernel, folder: Pat
     assert set((folder / "tilewise").iterdir()) == before
 
 
+def outside(source: str, depth: int) -> set[str]:
+    """Names that functions for the device use although they come from outside the hashed sources, directly or through constants.
+
+    What only the host uses may come from anywhere.
+    """
+    tree = ast.parse(source)
+    foreign: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.level > depth or (node.module or "").startswith("tilewise")):
+            foreign |= {name.asname or name.name for name in node.names}
+        elif isinstance(node, ast.Assign) and foreign & names_in(node.value):
+            foreign |= {name for target in node.targets for name in names_in(target)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    compiled = [
+        node for node in functions if any(word in ast.unparse(x) for x in node.decorator_list for word in ("jit", "constexpr_function"))
+    ]
+    return foreign & {name for node in compiled for name in names_in(node)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
 def test_kernels_use_nothing_from_outside_the_sources_that_are_hashed() -> None:
     """But types, and texts that are facts: the programs of score functions."""
     for path in kernel_index.SOURCES.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        decorators = [ast.unparse(x) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for x in node.decorator_list]
-        if not any("jit" in x or "constexpr_function" in x for x in decorators):
-            continue
         depth = len(path.relative_to(kernel_index.SOURCES).parts)
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom):
-                assert node.level <= depth and not (node.module or "").startswith("tilewise"), f"{path}: {ast.unparse(node)}"
+        assert not outside(path.read_text(), depth), path
+
+
+def test_what_kernels_use_from_outside_is_noticed() -> None:
+    kernel = "@triton.jit\ndef f(x):\n    return x + SIZE\n"
+    assert outside("from ...plan import SIZE\n" + kernel, 2) == {"SIZE"} == outside("from tilewise.plan import SIZE\n" + kernel, 2)
+    assert outside("from ...plan import MOST\nSIZE = tl.constexpr(2 * MOST)\n" + kernel, 2) == {"SIZE"}
+    assert not outside("from ..triton import SIZE\n" + kernel, 2) and not outside("from ...plan import Operands\n" + kernel, 2)
 
 
 # ------------------------------------------------------------------------------------------------------------- nothing disturbs
