@@ -175,7 +175,28 @@ def test_explain_says_so() -> None:
     assert explain(q, q, q, mask=rule, device="NVIDIA H200", pass_="bwd").backend == "hopper"
 
 
+def test_where_the_tiled_path_would_look_at_every_key_it_stays_as_it_is() -> None:
+    """On a device that is no CPU, with what no kernel for packed sequences serves."""
+
+    def packed(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, device: str = "meta", **more: Any) -> bool:
+        q = torch.empty(1, 48, 4, head_dim, dtype=dtype, device=device)
+        rule = masks.Document.from_cu_seqlens(OFFSETS.to(device), 48) & masks.SlidingWindow(9, 0)
+        return is_packed(q=q, k=q, v=q, mask=rule, **more)
+
+    assert packed() and packed(torch.float32) and packed(return_aux=("lse", "max_logits")) and packed(backend="triton")
+    ordinary: tuple[dict[str, Any], ...] = (
+        {"dtype": torch.float64}, {"head_dim": 320}, {"backend": "tiled"}, {"return_aux": "entropy"}, {"return_aux": ["lse", "key_mass"]},
+    )  # fmt: skip
+    for case in ordinary:
+        assert not packed(**case)
+        assert packed(**case, device="cpu")
+    with torch.autograd.forward_ad.dual_level():
+        assert not packed()
+
+
 # ------------------------------------------------------------------------------------------------- rules that are not documents
+
+WORK = 2 * 4 * 16  # operations a pair of the calls below: 4 heads, of 8 for keys and for values
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def attention(
     operands: tuple[Any, ...] = (q, k, v, bias, mask, alibi_slopes, learnable_sink, seqused_q, seqused_k)
     rules: tuple[Any, ...] = (causal, softmax_scale, softcap, layout, backend, out_dtype)
     if mask is not None and not isinstance(mask, Tensor):
-        documents = packed_by(mask, q, k, layout, bias, score_mod, alibi_slopes, dropout_p, seqused_q, seqused_k)
+        documents = packed_by(mask, q, k, v, layout, bias, score_mod, alibi_slopes, dropout_p, seqused_q, seqused_k, backend, return_aux)
         if documents is not None:
             operands = (q, k, v, None, None, alibi_slopes, learnable_sink, None, None, documents.offsets)
             rules = (*rules, "documents", *documents.window)
@@ -254,7 +254,7 @@ def prepare(
     window_left, window_right = user_window = check_window(window_size)
     user_mask = mask
     if packing is None and mask is not None and backend != "reference":
-        documents = packed_by(mask, q, k, layout, bias, score_mod, alibi_slopes, dropout_p, seqused_q, seqused_k)
+        documents = packed_by(mask, q, k, v, layout, bias, score_mod, alibi_slopes, dropout_p, seqused_q, seqused_k, backend, return_aux)
         if documents is not None:
             mask, packing = None, Packing(documents.offsets, documents.offsets, None, None)
             window_left, window_right = intersection(user_window, documents.window)
