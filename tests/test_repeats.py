@@ -13,7 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, plan, repeats
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewise import UnsupportedAttention, attention, attention_varlen, attention_with_kvcache, masks, plan, repeats
 from tilewise.kernels import replay
 from tilewise.kernels.triton import launching
 from tilewise.kernels.triton.launching import Descriptor
@@ -425,8 +428,6 @@ def test_torchs_settings_are_read_on_every_call(on_gpu: list[torch.Tensor]) -> N
 
 
 def test_what_watches_or_transforms_a_call_sees_the_operator(on_gpu: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
     assert key(*on_gpu) is not None
     with FlopCounterMode(display=False):
         assert key(*on_gpu) is None
@@ -489,6 +490,25 @@ def test_a_call_that_comes_again_has_the_results_of_one_that_does_not(on_gpu: li
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
             for x, y in zip(derivatives_of(inputs, call), expected, strict=True):
                 torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("kind", ["packed", "cross", "documents"])
+def test_a_checkpoint_that_is_watched_on_one_side_alone(on_gpu: list[torch.Tensor], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares what a call saves, which has to be the same whichever way the call goes."""
+    monkeypatch.setattr(plan, "target_of", lambda device: plan.Target("cpu"))
+    offsets = torch.tensor([0, 5, 32], dtype=torch.int32)
+    rows, call, options = (32,), attention_varlen, {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    if kind == "cross":
+        options["cu_seqlens_k"] = offsets.clone()
+    elif kind == "documents":
+        rows, call, options = (1, 32), attention, {"mask": masks.Document.from_cu_seqlens(offsets, 32)}
+    inputs = [torch.randn(*rows, 4, 16, requires_grad=True) for _ in range(3)]
+    for _ in range(3):
+        expected = torch.autograd.grad(call(*inputs, **options).sum(), inputs)
+    with FlopCounterMode(display=False):
+        out = checkpoint(lambda *x: call(*x, **options), *inputs, use_reentrant=False)
+    for x, y in zip(torch.autograd.grad(out.sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 # ----------------------------------------------------------------------------------------------------------------- over a cache

@@ -31,6 +31,7 @@ _STRIDED, _FLOAT32 = torch.strided, torch.float32
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype))
 # The operands that a call with a key may have, by their names in the operators.
 OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k")
+_OFFSETS = OPERANDS.index("cu_seqlens_q")
 WITH_GRADIENT = OPERANDS[:4]  # of which a repeated call has gradients
 _NO_MORE = (None,) * len(OPERANDS)
 known: dict[tuple[Any, ...], Repeated] = {}
@@ -53,6 +54,8 @@ def key_of(
         return None
     if derivatives.watched() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return None
+    if len(tensors) > _OFFSETS and _hooks_see_what_is_saved():
+        return None
     if torch.is_autocast_enabled("cuda"):
         return None
     if tensors[0] is None or tensors[1] is None or tensors[2] is None:
@@ -69,6 +72,16 @@ def key_of(
         deterministic = torch.are_deterministic_algorithms_enabled()
     tf32 = tensors[0].dtype is _FLOAT32 and float32_precision_allows_tf32()
     return (*layouts, values, kinds, deterministic, return_aux, tf32)
+
+
+def _hooks_see_what_is_saved() -> bool:
+    """Whether hooks get what is saved for a backward pass. A checkpoint compares, in number and shape, what a call saved with what it saves
+    when it is run again; of packed sequences that is not what the operator saves, which serves one of the two where something watches it.
+    """
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    except (AttributeError, TypeError):  # a torch that does not say
+        return True
 
 
 def forget() -> None:
