@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise import BlockMask, attention, block_mask, explain, masks
+from tilewise import BlockMask, attention, explain, given_rules, masks
 from tilewise.api import prepare
+from tilewise.ops import FORWARD_ARGS
 
 from .comparing import compare
 from .helpers import make_inputs
@@ -155,17 +156,28 @@ def test_any_offsets(offsets: list[int], name: str, total: int) -> None:
     compare(call)
 
 
-def test_compiled_it_is_packed_too() -> None:
-    rule, call = document() & masks.Causal(), inputs()
-    traced: list[Any] = []
+@pytest.mark.parametrize("inside", [True, False], ids=["rule made inside", "rule made before"])
+def test_compiled_it_is_packed_where_the_graph_makes_the_rule(inside: bool) -> None:
+    """Of a rule that was made before, the numbers are read whenever the graph runs."""
+    call, offsets, made = inputs(), OFFSETS.clone(), document()
+    packed: list[bool] = []
 
     def keep(graph: Any, _: Any) -> Any:
-        traced.append(graph)
+        (op,) = (node for node in graph.graph.nodes if node.target is torch.ops.tilewise.attention_forward.default)
+        packed.append(op.args[FORWARD_ARGS.index("cu_seqlens_q")] is not None)
         return graph
 
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, mask=rule), backend=keep, fullgraph=True)
-    torch.testing.assert_close(compiled(**call), attention(**call, mask=rule))
-    assert "attention_forward" in traced[0].code
+    @torch.compile(backend=keep, fullgraph=True)
+    def compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        rule = masks.Document.from_cu_seqlens(offsets, 48) if inside else made
+        return attention(q, k, v, mask=rule & masks.Causal())
+
+    for other in (OFFSETS, torch.tensor([0, 9, 20, 21, 33, 34])):
+        rule = masks.Document.from_cu_seqlens(other, 48)
+        offsets.copy_(other)
+        made.ids.data.copy_(rule.ids)  # which PyTorch does not count
+        torch.testing.assert_close(compiled(**call, offsets=offsets), attention(**call, mask=rule & masks.Causal()))
+    assert packed == [inside]
 
 
 def test_explain_says_so() -> None:
@@ -196,8 +208,6 @@ def test_where_the_tiled_path_would_look_at_every_key_it_stays_as_it_is() -> Non
 
 # ------------------------------------------------------------------------------------------------- rules that are not documents
 
-WORK = 2 * 4 * 16  # operations a pair of the calls below: 4 heads, of 8 for keys and for values
-
 
 @pytest.mark.parametrize(
     "rule, found",
@@ -215,11 +225,20 @@ def test_tiles_of_long_rules_are_found_without_a_block_mask(rule: Any, found: bo
     items = 2 if isinstance(rule(), masks.PrefixLM) else 1
     call = make_inputs(items, 48, 48, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32) | {"mask": rule()}
     assert not prepare(**call).op_arguments["blocks"]
-    monkeypatch.setattr(block_mask, "MANY", 48 * 48)
+    monkeypatch.setattr(given_rules, "MANY", 48 * 48)
     assert bool(prepare(**call).op_arguments["blocks"]) == found
     compare(call)
     with monkeypatch.context() as patch:
-        patch.setattr(block_mask.tile_cache, "LARGEST", 15)  # bytes: one tile of 128 x 128 may stand in four lists
+        patch.setattr(given_rules.tile_cache, "LARGEST", 15)  # bytes: one tile of 128 x 128 may stand in four lists
         assert not prepare(**call).op_arguments["blocks"]
     lengths = torch.full((items,), 30, dtype=torch.int32)
     assert not prepare(**call, seqused_k=lengths).op_arguments["blocks"]
+
+
+def test_tiles_of_a_long_rule_that_reads_a_device_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors may be written to without a new version, which nothing would notice."""
+    monkeypatch.setattr(given_rules, "MANY", 0)
+    q = torch.empty(1, 48, 4, 8, device="meta")
+    ids = torch.arange(48)[None] // 7
+    assert not prepare(q, q, q, mask=masks.Document(ids.to("meta"))).op_arguments["blocks"]
+    assert prepare(q, q, q, mask=masks.Chunked(8)).op_arguments["blocks"]

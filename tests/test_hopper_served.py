@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from tilewise import BlockMask, UnsupportedAttention, explain, masks, plan
 from tilewise.explaining import Explanation
+from tilewise.kvcache import ops
 from tilewise.kvcache.call import CacheOperands, CacheRules
 from tilewise.plan import Operands, Request, Rules, Target
 
@@ -197,3 +198,16 @@ def test_which_calls_over_a_cache_the_forward_kernel_serves() -> None:
         assert "parts that are told" in over_cache.why_not(t, replace(r, **change), H200)
     assert "another dtype" in over_cache.why_not(replace(t, k_cache=meta(2, 4096, 8, 128, dtype=torch.float16)), r, H200)
     assert "Hopper GPU" in over_cache.why_not(t, r, Target("cuda", (8, 0)))
+
+
+def test_one_query_of_many_heads_stays_with_the_decoding_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of the forward kernel holds 16 heads: four tiles of 16 rows would each read all keys that 64 heads share."""
+    monkeypatch.setattr(plan, "target_of", lambda device: H200)
+
+    def served(queries: int, heads: int, kv_heads: int) -> str:
+        q, cache = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((queries, heads), (4096, kv_heads)))
+        return ops.backend(CacheOperands(q, cache, cache), CacheRules(0.1)).__name__.rpartition(".")[2]
+
+    assert served(1, 64, 1) == served(3, 64, 1) == served(1, 128, 1) == "cache"
+    assert served(4, 64, 1) == served(8, 64, 8) == served(64, 8, 8) == "over_cache"
+    assert served(7, 64, 8) == "cache"

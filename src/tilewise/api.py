@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import derivatives, ops, plan, reference, repeats
-from .block_mask import BlockMask, TileLists, lists_of_blocks
+from .block_mask import BlockMask, TileLists
 from .checks import (
     Packing,
     Sizes,
@@ -28,6 +28,7 @@ from .checks import (
 )
 from .documents import packed_by
 from .errors import UnsupportedAttention
+from .given_rules import lists_of_given
 from .masks import Lowered, Mask, lower
 from .windows import intersection
 
@@ -385,7 +386,7 @@ def _lower_mask(mask: Any, sizes: Sizes, device: torch.device, ragged: bool, pac
     call: dict[str, Any] = dict(batch=sizes.batch, heads=sizes.heads, seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k, device=device)
     if packed:
         return lower(mask, **call, ragged=True), None
-    return lower(mask, **call), lists_of_blocks(mask, **call, ragged=ragged)
+    return lower(mask, **call), lists_of_given(mask, **call, ragged=ragged)
 
 
 __all__ = ["Aux", "UnsupportedAttention", "attention"]

@@ -15,14 +15,12 @@ from . import tile_cache
 from .block_bits import bits_of_bsr, bits_of_lists, bits_of_topk
 from .errors import UnsupportedAttention
 from .expressions import same_device
-from .mask_base import Mask, conjuncts, indices, leaves
+from .mask_base import Mask, indices
 from .masks import Blocks, Custom, Dense, Lowered, lower
 from .tile_lists import TileLists, lists_of_rule, lists_of_status
 from .tile_status import EMPTY, FULL, PARTIAL, Grid
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-TILE_LISTS = 4  # of int32, that a tile may stand in: partial and full ones, by queries and by keys
-MANY = 1 << 24  # pairs from which finding the tiles of a rule, some 0.2 to 2 ms of small launches, takes far less than it saves
 
 
 class BlockMask:
@@ -100,7 +98,7 @@ class BlockMask:
         """Everything but the lists. Returns what these depend on."""
         self.rule, self.seqlen_q, self.seqlen_k = rule, seqlen_q, seqlen_k
         text, captured = rule.program(seqlen_q, seqlen_k, device=device)
-        names = _names(text)
+        names = names_of(text)
         own_batch, own_heads = rule.sizes()
         self.batch = _told_apart("batch", batch, own_batch, "b" in names)
         self.heads = _told_apart("heads", heads, own_heads, "h" in names)
@@ -388,39 +386,7 @@ class BlockMask:
         return self.lists if self.lowered.program_text or self.lowered.dense is not None else None
 
 
-def lists_of_blocks(
-    rule: Mask, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool = False
-) -> TileLists | None:
-    """The lists of a rule with `Blocks` among what it combines by `&`, in tiles that its blocks are made of.
-
-    None for other rules, for blocks too odd for tiles, and where lengths move the positions that the rule depends on.
-    """
-    sizes = [part.block_sizes for part in conjuncts(rule) if isinstance(part, Blocks)]
-    if not sizes:
-        return _lists_of_long(rule, seqlen_q, seqlen_k, device, ragged)
-    if any(size % BLOCK_SIZES[0] for size in sizes[0]):
-        return None
-    mask = BlockMask(rule, seqlen_q, seqlen_k, batch=batch, heads=heads, block_size=served(sizes[0]), device=device)
-    return None if ragged and "p" in mask.reads else mask.lists
-
-
-def _lists_of_long(rule: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, ragged: bool) -> TileLists | None:
-    """The lists of any other rule that is more than a window, where finding them takes far less time than they save: in calls of `MANY`
-    pairs, of rules that are one for all batch items and heads and hold no tensor of that size themselves, and where they can be kept: not
-    those of so many tiles that `tile_cache` would find them anew in every call.
-    """
-    if tile_cache.watched(device) or seqlen_q * seqlen_k < MANY or ragged or rule.window() is not None:
-        return None
-    if rule.sizes() != (1, 1) or any(isinstance(leaf, Dense) for leaf in leaves(rule)):
-        return None
-    grid = Grid(seqlen_q, seqlen_k, 128, 128, *rule.implied_window())
-    if 4 * TILE_LISTS * grid.rows * grid.width > tile_cache.LARGEST:
-        return None
-    text, _ = rule.program(seqlen_q, seqlen_k, device=device)
-    return None if _names(text) & {"b", "h"} else BlockMask(rule, seqlen_q, seqlen_k, device=device).needed
-
-
-def _names(text: str) -> frozenset[str]:
+def names_of(text: str) -> frozenset[str]:
     """The names in the text of a program."""
     return frozenset("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 

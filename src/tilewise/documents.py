@@ -59,7 +59,7 @@ def packed_by(
     as_made = not isinstance(mask, BlockMask) or (
         mask.batch == mask.heads == 1 and mask.seqlen_q == mask.seqlen_k == size and not tile_cache.written_since(mask.read)
     )
-    return Packed(offsets, window) if as_made and offsets.device == q.device and not _written([offsets, document.ids]) else None
+    return Packed(offsets, window) if as_made and offsets.device == q.device and _unwritten(document) else None
 
 
 def _gains(q: Tensor, v: Tensor, backend: Any, return_aux: Any) -> bool:
@@ -76,6 +76,9 @@ def _parts(rule: Mask) -> list[Mask]:
     return [*_parts(rule.first), *_parts(rule.second)] if isinstance(rule, And) else [rule]
 
 
-def _written(tensors: list[Tensor]) -> bool:
-    """Whether somebody has written to tensors that the rule made, or may have: then they need not agree any more."""
-    return not torch.compiler.is_compiling() and any(x.is_inference() or x._version for x in tensors)
+def _unwritten(document: Document) -> bool:
+    """Whether the rule's numbers are surely those that its offsets were made with. In a graph, which runs again after whatever is written
+    between, they are only if the graph makes the rule."""
+    if tile_cache.recorded(document.ids.device):
+        return document.in_graph
+    return not any(x.is_inference() or x._version for x in (document.ids, document.offsets) if x is not None)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import tile_cache
+from .document_rows import numbered, offsets_of
 from .errors import UnsupportedAttention
 from .expressions import Expr, same_device
 from .mask_base import And, Mask, Pair, conjuncts, leaves, traced
@@ -228,6 +230,7 @@ class Document(Mask):
     kv_ids: Tensor | None = None
     _ascending: bool = field(default=False, repr=False)  # known to ascend in each row, so that a document's keys are an interval
     offsets: Tensor | None = field(default=None, repr=False)  # int32 (documents + 1,) of one row of both, as packed sequences have them
+    in_graph: bool = field(default=False, repr=False)  # whether a graph makes the rule anew whenever it runs
 
     def __post_init__(self) -> None:
         integers("Document", "ids", self.ids, 2, "(B or 1, S)")
@@ -239,7 +242,8 @@ class Document(Mask):
         """Documents that lie one after the other in one row of `total` tokens, with boundaries `cu_seqlens` (n + 1,) = 0, ..., total.
 
         `cu_seqlens_k` and `total_k` describe the keys where they are another row. Tokens from the last boundary on are one further
-        document; a boundary that decreases counts as the largest before it. Does not synchronise with the device.
+        document; a boundary that decreases counts as the largest before it. Does not synchronise with the device. The
+        rule is what the boundaries were when it was made; made in a compiled function or a captured graph, what they are when that runs.
 
         >>> Document.from_cu_seqlens(torch.tensor([0, 2, 5]), total=6).ids
         tensor([[0, 0, 1, 1, 1, 2]])
@@ -247,8 +251,9 @@ class Document(Mask):
         if cu_seqlens_k is None or total_k is None:
             if cu_seqlens_k is not None or total_k is not None:
                 raise ValueError("Document.from_cu_seqlens: give cu_seqlens_k and total_k together")
-            return cls(_numbered(cu_seqlens, total), _ascending=True, offsets=_closed(cu_seqlens, total))
-        return cls(_numbered(cu_seqlens, total), _numbered(cu_seqlens_k, total_k), _ascending=True)
+            in_graph = tile_cache.recorded(cu_seqlens.device)
+            return cls(numbered(cu_seqlens, total), _ascending=True, offsets=offsets_of(cu_seqlens, total), in_graph=in_graph)
+        return cls(numbered(cu_seqlens, total), numbered(cu_seqlens_k, total_k), _ascending=True)
 
     def check(self, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int) -> None:
         if self.kv_ids is None and seqlen_q != seqlen_k:
@@ -439,17 +444,3 @@ def lower(
 def _item(tensor: Tensor, index: Any, axis: int = 0) -> Any:
     """The index along an axis that may have size 1 for all."""
     return 0 if tensor.shape[axis] == 1 else index
-
-
-def _numbered(cu_seqlens: Tensor, total: int) -> Tensor:
-    integers("Document.from_cu_seqlens", "cu_seqlens", cu_seqlens, 1, "(n + 1,)")
-    tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    ends = cu_seqlens[1:].cummax(0).values  # an offset that decreases counts as the largest before it, as in attention_varlen
-    return torch.searchsorted(ends, tokens, right=True)[None]
-
-
-def _closed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The offsets with the first and the last document reaching to the ends of the row, as `_numbered` counts them."""
-    closed = torch.nn.functional.pad(cu_seqlens[1:], (1, 1)).clamp(0, total).to(torch.int32)
-    closed[-1:] = total
-    return closed.clone()  # nobody has written to it

@@ -71,11 +71,14 @@ def host_may_read(device: torch.device) -> bool:
 
 def watched(device: torch.device) -> bool:
     """Whether a tracer, a transform, a mode or a graph that is captured looks on: then nothing is kept, and nothing of it is found."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if recorded(device) or torch._C._are_functorch_transforms_active():
         return True
-    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+def recorded(device: torch.device) -> bool:
+    """Whether what is done now will be done again, with other values in its tensors: by torch.compile, or in a CUDA graph."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _has_content(x: Tensor) -> bool:
