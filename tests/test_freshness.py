@@ -215,6 +215,66 @@ def test_hopper_pages_sum_up_the_committed_measurements(name: str, pass_: str, p
     assert f"a window of 1,024 over 16k {window['tilewise']['tflops']:.0f} (" in text
 
 
+def measured(page: str) -> tuple[str, dict[tuple[str, str, str, str], dict]]:
+    """A page as one line, and the rows of the newest results file that it names, by case, label, pass and provider."""
+    text = (ROOT / "docs" / page).read_text()
+    file = max(re.findall(r"`(nvidia-h200-[\w-]+\.jsonl)`", text))
+    rows = [row for row in lab.read(RESULTS / file) if row["status"] == "ok"]
+    return " ".join(text.split()), {(row["case"], row["label"], row["pass"], row["provider"]): row for row in rows}
+
+
+def test_masks_page_shows_the_committed_measurements() -> None:
+    """docs/masks.md: random blocks beside both peers that take them, a window, documents."""
+    text, rows = measured("masks.md")
+
+    def speed(case: str, label: str, pass_: str, provider: str) -> str:
+        return format(rows[case, label, pass_, provider]["tflops"], ".0f")
+
+    for label in ("6", "11", "26", "50", "dense"):
+        name = f"d128-{label}-16384"
+        cells = [speed("blocks", name, "fwd", provider) for provider in ("tilewise", "fa4", "flex")]
+        cells += [speed("blocks", name, "bwd", provider) for provider in ("tilewise", "flex")]
+        density = rows["blocks", name, "fwd", "tilewise"]["density"]
+        assert f"| {density:.0%} | {' | '.join(cells)} |".replace("%", " %") in text
+    window = [[speed("window", "d128-1024-of-16384", pass_, x) for pass_ in ("fwd", "bwd")] for x in ("tilewise", "flex", "fa4")]
+    (ours, flex, fa4) = window
+    shown = f"{ours[0]} forward and {ours[1]} backward, FlexAttention {flex[0]} and {flex[1]}, FlashAttention-4 {fa4[0]} and {fa4[1]}"
+    assert shown in text, shown
+    three = {
+        (provider, pass_): "{}, {} and {}".format(*(speed("documents", f"d128-{n}-16384", pass_, provider) for n in (4, 16, 64)))
+        for provider in ("tilewise", "flex")
+        for pass_ in ("fwd", "bwd")
+    }
+    shown = f"{three['tilewise', 'fwd']} forward and {three['tilewise', 'bwd']} backward, FlexAttention {three['flex', 'fwd']}, and "
+    assert shown + three["flex", "bwd"] in text, shown
+
+
+def test_varlen_page_shows_the_committed_measurements() -> None:
+    text, rows = measured("varlen.md")
+    row = {(pass_, x): rows["varlen", "d128-16-documents", pass_, x] for pass_ in ("fwd", "bwd") for x in ("tilewise", "fa4", "flex")}
+    fa3 = rows["varlen", "d128-16-documents", "fwd", "fa3"]
+    speed = {key: format(one["tflops"], ".0f") for key, one in row.items()}
+    of_3, of_4 = ratio(row["fwd", "tilewise"], fa3), ratio(row["bwd", "tilewise"], row["bwd", "fa4"])
+    shown = f"forward {speed['fwd', 'tilewise']}, FlashAttention-3 {fa3['tflops']:.0f} ({of_3:.2f} of its speed by the rounds), "
+    shown += f"FlashAttention-4 {speed['fwd', 'fa4']}, FlexAttention {speed['fwd', 'flex']}; backward {speed['bwd', 'tilewise']}, "
+    shown += f"FlashAttention-4 {speed['bwd', 'fa4']} ({of_4:.2f}), FlexAttention {speed['bwd', 'flex']}."
+    assert shown in text, shown
+    step = {x: rows["serving", "8-prompts-64-decodes", "fwd", x] for x in ("tilewise", "fa3")}
+    assert f"{step['tilewise']['ms']:.2f} ms ({ratio(step['tilewise'], step['fa3']):.2f} of FlashAttention-3)" in text
+
+
+def test_cache_page_shows_the_committed_times_of_new_queries() -> None:
+    text, rows = measured("kvcache.md")
+
+    def times(items: int, provider: str) -> list[str]:
+        return [format(1e3 * rows["speculative", f"{items}x32k-{n}", "fwd", provider]["ms"], ".0f") for n in (1, 4, 16, 64)]
+
+    (one, one_fa3), (four, four_fa3) = ([times(items, x) for x in ("tilewise", "fa3")] for items in (1, 4))
+    shown = "one sequence {}, {}, {} and {} µs ".format(*one) + "(FlashAttention-3 {}, {}, {}, {}), ".format(*one_fa3)
+    shown += "four {}, {}, {} and {} µs ".format(*four) + "({}, {}, {}, {}).".format(*four_fa3)
+    assert shown in text, shown
+
+
 def test_forward_page_shows_the_committed_bias() -> None:
     text = " ".join((ROOT / "docs" / "hopper-forward.md").read_text().split())
     us = {row["call"]: row["us"] for row in json.loads((RESULTS / "bias-h200.json").read_text())["rows"]}
