@@ -25,6 +25,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .late import when_imported
+from .onlookers import batched_by_autograd, lies_as_it_is, ordinary, watched
 from .ops import (
     BACKWARD_ARGS,
     DIFFERENTIABLE,
@@ -255,13 +256,13 @@ def _mapped_by_autograd(op: Operator, flat: Sequence[Any]) -> Any:
     def each(rule: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any]) -> Any:
         if isinstance(value, (list, tuple)):
             return [each(rule, x, other) for x in value]
-        return rule(value) if isinstance(value, Tensor) and _batched_by_autograd(value) else other(value)
+        return rule(value) if isinstance(value, Tensor) and batched_by_autograd(value) else other(value)
 
     values = [*flat, *op.defaults[len(flat) :]]
     found: list[Tensor] = []
     each(found.append, values, lambda x: None)
     # A tensor that is unwrapped at a level which is not its own stays one of these.
-    level = next((n for n in range(1, 64) if not _batched_by_autograd(torch._remove_batch_dim(found[0], n, 1, 0))), None)
+    level = next((n for n in range(1, 64) if not batched_by_autograd(torch._remove_batch_dim(found[0], n, 1, 0))), None)
     if level is None:
         raise NotImplementedError("one mapped backward pass within another cannot be served; torch.func.vmap may be nested")
     plain = each(lambda x: torch._remove_batch_dim(x, level, 1, 0), values, lambda x: x)
@@ -269,10 +270,6 @@ def _mapped_by_autograd(op: Operator, flat: Sequence[Any]) -> Any:
     size = torch._remove_batch_dim(found[0], level, 1, 0).shape[0]
     mapped = [torch._add_batch_dim(x, 0, level) for x in vmap(op.overload, op.arguments, _Mapped(size), dims, tuple(plain))]
     return mapped if op.returns_list else tuple(mapped)
-
-
-def _batched_by_autograd(x: Tensor) -> bool:
-    return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _gradients(op: Operator, args: Named, arrived: Sequence[Any], needed: Named) -> list[Any]:
@@ -349,30 +346,12 @@ class _Direct(torch.autograd.Function):
         return None, *_spread(FORWARD, _gradients(FORWARD, _kept(ctx, FORWARD), arrived, needed))
 
 
-def watched() -> bool:
-    """Whether something listens to operators: a mode (fake tensors, FLOP counter, checkpointing, tracing) or a profiler."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() or torch._C._is_tracing())
-
-
-def ordinary() -> bool:
-    """Whether nothing differentiates, transforms or watches a backward pass: it needs no dispatcher then."""
-    transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    return not (torch.is_grad_enabled() or transformed or watched())
-
-
 def _unobserved(args: Named) -> bool:
     """Whether nothing listens to operators, and no tensor is of a subclass that would."""
     if watched():
         return False
     tensors = [x for x in map(args.__getitem__, FORWARD.tensors) if x is not None] + args["captured"] + args["blocks"]
     return tensors[0].device.type in ("cuda", "cpu") and all(map(lies_as_it_is, tensors))
-
-
-def lies_as_it_is(x: Tensor) -> bool:
-    """Whether x is what its memory holds: of no subclass, not mapped by autograd, without the bit of ``z.conj().imag``, whose sign the
-    dispatcher turns, and with memory, which the zeros of some derivatives of torch have not."""
-    plain = (type(x) is Tensor or type(x) is torch.nn.Parameter) and not _batched_by_autograd(x)
-    return plain and not x.is_neg() and not x._is_zerotensor()
 
 
 def _differentiates(args: Named) -> bool:
@@ -421,7 +400,7 @@ def _any_dual(values: Sequence[Any]) -> bool:
 def _is_dual(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_is_dual(y) for y in x)
-    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and _batched_by_autograd(x):
+    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and batched_by_autograd(x):
         raise NotImplementedError(
             "forward mode under autograd's own vmap (jacobian(vectorize=True, strategy='forward-mode')); use torch.func.jacfwd"
         )

@@ -21,7 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import derivatives
+from . import derivatives, onlookers
 from .kernels.replay import Pass, Passes
 from .ops import DIFFERENTIABLE, FORWARD_ARGS, float32_precision_allows_tf32, run_backward, run_forward
 
@@ -52,9 +52,9 @@ def key_of(
     kinds = tuple(map(type, values))
     if not _SIMPLE.issuperset(kinds) or any(excluded) or (return_aux != () and return_aux != "lse"):
         return None
-    if derivatives.watched() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if onlookers.watched() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return None
-    if len(tensors) > _OFFSETS and _hooks_see_what_is_saved():
+    if len(tensors) > _OFFSETS and onlookers.hooks_see_what_is_saved():
         return None
     if torch.is_autocast_enabled("cuda"):
         return None
@@ -72,16 +72,6 @@ def key_of(
         deterministic = torch.are_deterministic_algorithms_enabled()
     tf32 = tensors[0].dtype is _FLOAT32 and float32_precision_allows_tf32()
     return (*layouts, values, kinds, deterministic, return_aux, tf32)
-
-
-def _hooks_see_what_is_saved() -> bool:
-    """Whether hooks get what is saved for a backward pass. A checkpoint compares, in number and shape, what a call saved with what it saves
-    when it is run again; of packed sequences that is not what the operator saves, which serves one of the two where something watches it.
-    """
-    try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    except (AttributeError, TypeError):  # a torch that does not say
-        return True
 
 
 def forget() -> None:
@@ -373,8 +363,8 @@ class Repeated:
         if dout is None and dlse is None:
             return [None] * len(needs)
         given = [x for x in tensors if x is not None]
-        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if x.is_cuda and derivatives.lies_as_it_is(x)]
-        if len(layouts) < len(given) or not derivatives.ordinary():
+        layouts = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in given if x.is_cuda and onlookers.lies_as_it_is(x)]
+        if len(layouts) < len(given) or not onlookers.ordinary():
             return self._differentiable_backward(saved, (dout, dlse), needs)
         key = (needs, dout is None, dlse is None, *layouts)
         results = self.passes.run(key, given, lambda: self._backward(saved, (dout, dlse), needs))
