@@ -123,7 +123,7 @@ def state_offset(t: Operands, parts: int) -> int:
 
 def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
     """Fill out.out and out.lse with what the parts in `work` add up to. `unit` turned scores into exponents of 2."""
-    from ..triton.cache.launch import ANY_ROWS
+    from ..triton.cache.launch import ANY_ROWS, merge_options
     from ..triton.cache.merge import MERGED_AT_ONCE, merge_parts
     from ..triton.configs import padded
     from ..triton.launch import power_of_two_at_least, run
@@ -140,5 +140,5 @@ def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
     run(
         merge_parts, rows, work, out.out, out.lse, None, *shape, parts, unit, power_of_two_at_least(unit),
         DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=FEW if few else MERGED_AT_ONCE, NATURAL=False,
-        DEPENDENT=False, num_warps=1 if few else 4, enable_fp_fusion=True,
+        num_warps=1 if few else 4, enable_fp_fusion=True, **merge_options(work.device),
     )  # fmt: skip
