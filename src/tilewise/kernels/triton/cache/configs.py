@@ -46,7 +46,7 @@ TABLE: dict[tuple[str, int], Shape] = {
     ("sm86", 128): Shape(16 * _KB, 2, 8, 1),
     # Alone, the steps from tile to tile have nobody to hide behind: tiles are twice as large, and as many as fit.
     ("sm90", 16): Shape(32 * _KB, 3, 4, 2, alone=Shape(64 * _KB, 4, 8, 1)),
-    ("sm90", 32): Shape(16 * _KB, 4, 4, 3),
+    ("sm90", 32): Shape(32 * _KB, 3, 4, 2),
     ("sm90", 64): Shape(32 * _KB, 3, 4, 2),
     ("sm90", 128): Shape(64 * _KB, 2, 8, 1),
     ("gfx942", 16): Shape(16 * _KB, 2, 4, 2),
