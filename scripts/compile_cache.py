@@ -34,7 +34,7 @@ class Case:
     dtype: str = "bf16"
     cache_dtype: str = ""  # empty: dtype
     page_size: int = 0  # 0: contiguous
-    features: str = ""  # "+"-joined, of causal, window, mask, softcap, alibi, sink, rotary, lengths, packed
+    features: str = ""  # "+"-joined, of causal, window, mask, softcap, alibi, sink, rotary, lengths, packed, alone
 
     def has(self, name: str) -> bool:
         return name in self.features.split("+")
@@ -76,8 +76,9 @@ def constants_of(case: Case) -> tuple[dict, dict]:
     bits, cache_bits = TYPES[case.dtype], TYPES[case.cache_dtype or case.dtype]
     values_in_keys = main == block_dv and rest > 0
     config = configs.choose(
-        case.target, dense.SHARED_LIMIT[case.target], bits, cache_bits, case.rows, main + rest, block_dv, values_in_keys, case.page_size > 0
-    )
+        case.target, dense.SHARED_LIMIT[case.target], bits, cache_bits, case.rows, main + rest, block_dv, values_in_keys,
+        case.page_size > 0, case.has("alone"),
+    )  # fmt: skip
     constants = {
         "D": case.head_dim,
         "DV": case.head_dim_v,
@@ -181,6 +182,7 @@ def cases() -> Iterator[Case]:
     for rows in (8, 128):
         yield Case("attention_cached", "sm90", rows=rows, head_dim=64, head_dim_v=64)
     yield Case("attention_cached", "sm90", page_size=64)
+    yield Case("attention_cached", "sm90", features="alone")
     yield Case("attention_cached", "sm90", head_dim=256, head_dim_v=256)
     yield Case("attention_cached", "sm90", rows=128, head_dim=576, head_dim_v=512)
     yield Case("attention_cached", "sm90", cache_dtype="fp8e4nv", page_size=16)
@@ -194,6 +196,7 @@ def sample() -> Iterator[Case]:
     for target in TARGETS:
         yield Case("attention_cached", target, page_size=16, features="causal")
     yield Case("attention_cached", "sm90")
+    yield Case("attention_cached", "sm90", features="alone")
     yield Case("attention_cached", "sm90", rows=64, features="causal")
     yield Case("merge_parts", "sm90")
     yield Case("cache_append", "sm90", features="rotary")

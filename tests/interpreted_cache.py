@@ -15,6 +15,7 @@ from tilewise import attention_with_kvcache, plan
 from tilewise.kernels import tiled_cache
 from tilewise.kernels.triton import cache
 from tilewise.kernels.triton.cache import configs
+from tilewise.kernels.triton.cache.merge import merge_parts
 from tilewise.kvcache import ops
 
 from . import cache_cases
@@ -170,3 +171,38 @@ def test_every_tensor_behind_strides(paged):
             results.append((out, aux.lse, given["k_cache"], given["v_cache"]))
             assert all((x._base[::2] == 1000).all() for x in results[-1][2:] if x._base is not None)
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("splits, at_once", [(1, 4), (3, 4), (9, 4), (70, 32)])
+def test_parts_add_up_whatever_empty_ones_hold(splits, at_once):
+    """More parts than are added at once, empty ones among them, first, last, or alone; empty ones behind them change no bit."""
+    torch.manual_seed(splits)
+    rows, dim_v, infinity = 5, 12, float("inf")
+    m, l, acc = 40 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5, torch.randn(splits, rows, dim_v)
+    empty = torch.rand(splits, rows) < 0.4
+    empty[:, 0], empty[:, 1], empty[:, 2] = True, torch.arange(splits) > 0, torch.arange(splits) < splits - 1
+    m[empty], l[empty], acc[empty] = -infinity, 0.0, float("nan")
+
+    def merged(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        m, l, acc = parts
+        out, lse = torch.full((rows, dim_v), float("nan")), torch.full((rows,), float("nan"))
+        work = torch.cat([acc.flatten(), m.flatten(), l.flatten()])
+        shape = 1, 1, rows, rows, 1, 1, 1, rows, 0, 1 << 30  # one head, one tile
+        merge_parts[(rows,)](
+            work, out, lse, None, *shape, len(m), 1.0, 1.0,
+            DV=dim_v, BLOCK_DV=16, BLOCK_M=16, SEARCH=False, BLOCK_S=at_once, NATURAL=False, DEPENDENT=False,
+        )  # fmt: skip
+        return out, lse
+
+    out, lse = merged(m, l, acc)
+    most = m.double().amax(0)
+    weights = torch.where(empty, 0.0, (m.double() - most).exp2())
+    total = (weights * l).sum(0)
+    summed = torch.einsum("sr,srd->rd", weights, acc.double().masked_fill(empty[..., None], 0.0))
+    want = summed / total.masked_fill(total == 0, 1.0)[:, None]
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), torch.where(total == 0, -infinity, (most + total.log2()) * np.log(2)), rtol=1e-5, atol=1e-6)
+
+    behind = at_once + 1
+    longer = [torch.cat([x, torch.full((behind, *x.shape[1:]), fill)]) for x, fill in ((m, -infinity), (l, 0.0), (acc, float("nan")))]
+    assert all(map(torch.equal, merged(*longer), (out, lse)))

@@ -192,6 +192,10 @@ def test_which_calls_over_a_cache_the_forward_kernel_serves() -> None:
     assert over_cache.why_not(t, r, H200) is None
     assert over_cache.why_not(t, replace(r, appended=16, window_left=100, window_right=0, softcap=5.0), H200) is None
     assert "bound by memory" in over_cache.why_not(replace(t, q=meta(2, 7, 64, 128)), r, H200)
+    # A tile has at most 16 heads: one query of 64 would take four of them, an eighth full, and read the keys four times.
+    one_head = {"k_cache": meta(2, 4096, 1, 128), "v_cache": meta(2, 4096, 1, 128)}
+    for queries, served in ((1, False), (2, False), (4, True), (16, True)):
+        assert (over_cache.why_not(replace(t, q=meta(2, queries, 64, 128), **one_head), r, H200) is None) == served
     for change in ({"page_table": lengths}, {"cache_batch_idx": lengths}, {"cache_leftpad": lengths}, {"rotary_cos": lengths}):
         assert "over a cache" in over_cache.why_not(replace(t, **change), r, H200)
     for change in ({"num_splits": 2}, {"batch_invariant": True}, {"mask_mod": "p >= 0"}):

@@ -47,7 +47,9 @@ def test_a_sample_compiles_for_every_target_without_spills() -> None:
     rows = compiled(sys.executable)
     check(rows)
     assert {row["target"] for row in rows} == {"sm80", "sm90", "sm100", "sm120", "gfx942"}
-    sm90 = [row for row in rows if row["target"] == "sm90" and row["kernel"] == "attention_cached" and row["rows"] <= 16]
+    decoding = [row for row in rows if row["target"] == "sm90" and row["kernel"] == "attention_cached" and row["rows"] <= 16]
+    sm90 = [row for row in decoding if row["features"] != "alone"]
+    assert len(decoding) == len(sm90) + 1
     # Two programs beside each other on a multiprocessor of an H200, and a merge: 228 KB of shared memory, 65,536 registers.
     assert all(2 * (row["shared"] + 1024) <= 228 * 1024 and 2 * 128 * row["registers"] <= 65536 - 4 * 128 * 32 for row in sm90)
 
@@ -74,7 +76,13 @@ def test_a_program_that_has_a_multiprocessor_to_itself_reads_further_ahead() -> 
     assert configs.one_each(128, 132) and configs.one_each(132, 132) and not (configs.one_each(133, 132) or configs.one_each(112, 132))
     beside, alone = (configs.choose("sm90", 232_448, 16, 16, 8, 128, 128, False, False, alone) for alone in (False, True))
     assert beside is not None and alone is not None
-    assert (beside.num_stages, beside.per_multiprocessor) == (3, 2) and (alone.num_stages, alone.per_multiprocessor) == (5, 1)
+    assert (beside.block_n, beside.num_stages, beside.per_multiprocessor) == (64, 3, 2)
+    assert (alone.block_n, alone.num_stages, alone.per_multiprocessor) == (128, 4, 1)
+    for arch, rows in (("sm90", 32), ("sm80", 8), ("gfx942", 8)):  # no row for that: keys are split as ever
+        limit = dense.SHARED_LIMIT[arch]
+        assert configs.choose(arch, limit, 16, 16, rows, 128, 128, False, False, True) == configs.choose(
+            arch, limit, 16, 16, rows, 128, 128, False, False
+        )
     assert configs.choose_splits(128, 128, 4, 132 * alone.per_multiprocessor) == 1
     assert configs.choose_splits(32, 1024, 4, 132 * beside.per_multiprocessor) == 8
 

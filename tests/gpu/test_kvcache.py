@@ -368,3 +368,37 @@ def test_many_queries_over_a_contiguous_cache(queries: int, window: dict[str, An
             assert x.dtype == y.dtype and not x.isnan().any()
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
             assert torch.equal(x.isinf(), y.isinf())
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 2, 4])
+def test_as_many_walks_as_multiprocessors(dim: int, queries: int) -> None:
+    """Nearly one program each, which then need not share its keys, with lengths from nothing to everything and garbage behind them."""
+    torch.manual_seed(0)
+    items, capacity, heads = torch.cuda.get_device_properties(0).multi_processor_count // 4, 1100, 32
+    q = randn(items, queries, heads, dim)
+    k, v = randn(items, capacity, 4, dim), randn(items, capacity, 4, dim)
+    lengths = torch.linspace(0, capacity, items, device="cuda").to(I32)
+    behind = torch.arange(capacity, device="cuda")[None] >= lengths[:, None]
+    for x in (k, v):
+        x.masked_fill_(behind[..., None, None], float("nan"))
+    options: dict[str, Any] = {"cache_seqlens": lengths, "causal": True, "learnable_sink": torch.randn(heads, device="cuda")}
+    want, want_lse, *_ = reference.attention_with_kvcache(q, k.nan_to_num(), v.nan_to_num(), **options)
+    for splits in (0, 3):
+        out, aux = attention_with_kvcache(q, k, v, num_splits=splits, return_aux="lse", **options)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(aux.lse.double(), want_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("queries, by_hopper", [(1, False), (2, False), (4, True), (9, True)])
+def test_many_heads_over_one_key_head(queries: int, by_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper kernel's tiles have at most 16 heads: few queries of 64 would leave them nearly empty."""
+    torch.manual_seed(0)
+    q, k, v = randn(2, queries, 64, 128), randn(2, 2000, 1, 128), randn(2, 2000, 1, 128)
+    used, served, backend = integers(2000, 333), [], ops.backend
+    monkeypatch.setattr(ops, "backend", lambda t, r: served.append(m := backend(t, r)) or m)
+    out = attention_with_kvcache(q, k, v, cache_seqlens=used, causal=True)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert served[0].__name__.endswith("over_cache") == by_hopper
+    for (b, h), want in sampled_reference(q, k, v, used.tolist(), [0, 17, 63]).items():
+        assert (out[b, :, h].double() - want).norm() / want.norm() < 4e-3

@@ -144,7 +144,7 @@ def backend(t: CacheOperands, r: CacheRules) -> Any:
 
         if not target.hip and target.capability == (9, 0):
             for_many_queries = imported("tilewise.kernels.hopper.over_cache")
-            if _fills_tiles(t, for_many_queries.LEAST_ROWS) and for_many_queries.why_not(t, r, target) is None:
+            if for_many_queries.why_not(t, r, target) is None:
                 return for_many_queries
         reason = cache.why_not(t, r, target)
         if reason is None:
@@ -153,12 +153,6 @@ def backend(t: CacheOperands, r: CacheRules) -> Any:
     from ..kernels import tiled_cache
 
     return tiled_cache
-
-
-def _fills_tiles(t: CacheOperands, least_rows: int) -> bool:
-    """Whether a tile of the Hopper kernel has so many rows in use: it holds few heads of a large group, and each tile reads the keys."""
-    group = t.q.shape[2] // max(1, t.k_cache.shape[2])
-    return t.q.shape[1] * min(group, imported("tilewise.kernels.hopper.parts").MOST_HEADS) >= least_rows
 
 
 def append_backend(t: AppendOperands) -> Any:

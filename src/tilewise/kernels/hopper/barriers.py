@@ -57,6 +57,13 @@ def thread_in_warpgroups(anchor):
     )
 
 
+@jit
+def launch_dependents(anchor):
+    """The kernel launched behind this one may be set up once every CTA has come here; it waits until all have ended. `anchor` is any int32
+    scalar."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [anchor], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @constexpr_function
 def _power_of_two(n):
     return n & (n - 1) == 0

@@ -25,6 +25,7 @@ from .barriers import (
     clear_rows,
     collect,
     end_warps,
+    launch_dependents,
     left_number,
     pass_turn,
     phase_of,
@@ -444,6 +445,8 @@ def attention_forward(
     K_TILES: gl.constexpr = C.stages * C.chunks
     O_TILES: gl.constexpr = C.warpgroups if C.own_out_buffer else C.warpgroups * C.chunks * C.q_bytes // C.out_bytes
     BARRIERS: gl.constexpr = C.barrier_words
+    if C.parts:
+        launch_dependents(tiles)  # the merge
     OWN_HEADS: gl.constexpr = C.own_heads
     OWN_QUERIES: gl.constexpr = C.own_queries
     q = gl.allocate_shared_memory(q_desc.dtype, [Q_TILES, 1, OWN_HEADS, OWN_QUERIES, CHUNK], q_desc.layout)

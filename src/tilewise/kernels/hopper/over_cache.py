@@ -1,8 +1,8 @@
 """Reading a contiguous cache with the Hopper forward kernel: for as many new queries as fill its tiles.
 
-A few queries are bound by memory, which the portable decoding kernel reads as fast as it can be read. From `LEAST_ROWS` on, queries times
-the query heads that share a key head, the tensor cores decide. The call is then one of attention with lengths: its queries stand at the end
-of what each item has. Heads that share keys share a tile, and keys are cut in parts where tiles are few (`parts`).
+A few queries are bound by memory, which the portable decoding kernel reads as fast as it can be read. From `LEAST_ROWS` in each tile on,
+queries times the query heads that share a key head, the tensor cores decide. The call is then one of attention with lengths: its queries
+stand at the end of what each item has. Heads that share keys share a tile, and keys are cut in parts where tiles are few (`parts`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ...plan import Operands, Outputs, Request, Rules
 from ..triton.launch import run
 from . import forward
 from . import why_not as why_not_attention
+from .configs import ROWS
+from .parts import fewest_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from ...kvcache.call import CacheOperands, CacheRules
     from ...plan import Target
 
-LEAST_ROWS = 64  # half a tile; with fewer, memory decides
+TILE_ROWS = 2 * ROWS  # of a tile that heads share
+LEAST_ROWS = TILE_ROWS // 2  # in use; with fewer, memory decides, or the portable kernel's tiles, which hold any number of heads
 ITEMS = 128  # of the batch a program
 
 
@@ -51,8 +54,9 @@ def why_not(t: CacheOperands, r: CacheRules, target: Target) -> str | None:
             return f"it does not serve {name} over a cache"
     if r.mask_mod or r.num_splits or r.batch_invariant or t.k_cache.dtype != t.q.dtype:
         return "it does not serve mask functions, parts that are told, or a cache of another dtype"
-    if t.q.shape[1] * (t.q.shape[2] // max(1, t.k_cache.shape[2])) < LEAST_ROWS or t.capacity == 0:
-        return "few queries are bound by memory"
+    seqlen_q, group = t.q.shape[1], t.q.shape[2] // max(1, t.k_cache.shape[2])
+    if t.capacity == 0 or seqlen_q * group < LEAST_ROWS * fewest_tiles(TILE_ROWS, seqlen_q, group):
+        return "few queries are bound by memory, and few queries of many heads leave its tiles half empty"
     return why_not_attention(_operands(t, t.cache_seqlens), _rules(r), Request(), target)
 
 

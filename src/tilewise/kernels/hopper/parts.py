@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MULTIPROCESSORS = 132  # of an H100 or H200 on SXM: for calls that are explained without a device
 MOST_PARTS = 64
-MOST_HEADS = 16
+SHARED_BY = (1, 2, 4, 8, 16)  # heads of a tile
 FEW = 4  # parts of a row that one warp adds up at once; such calls have many rows, each a program of its own
 # In units of the time that a block of keys takes, some 1.5 microseconds for 128 queries, keys and columns. Estimates from sizes and rates.
 EDGES = 2.0  # a part's first product and its last store, under which nothing else runs
@@ -41,6 +41,20 @@ class Cut(NamedTuple):
         return self != Cut()
 
 
+def tiles_of(rows: int, seqlen_q: int, group: int, heads: int) -> int:
+    """Tiles of `rows` rows that cover all queries of a group of heads which share keys, each tile having those of `heads` of them."""
+    return -(-seqlen_q // (rows // heads)) * -(-group // heads)
+
+
+def fewest_tiles(rows: int, seqlen_q: int, group: int) -> int:
+    """As many as there are with the best number of heads.
+
+    >>> fewest_tiles(128, 16, 8), fewest_tiles(128, 64, 8), fewest_tiles(128, 1, 64)
+    (1, 4, 4)
+    """
+    return min(tiles_of(rows, seqlen_q, group, heads) for heads in SHARED_BY)
+
+
 @lru_cache(maxsize=4096)
 def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multiprocessors: int, alone: bool = False) -> Cut:
     """How to cut tiles of `rows` rows and at most `blocks` blocks of keys: what takes the least time. Each of `shared` key heads has
@@ -53,15 +67,14 @@ def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multi
     """
 
     def tiles(heads: int) -> int:
-        return -(-seqlen_q // (rows // heads)) * shared * -(-group // heads)
+        return shared * tiles_of(rows, seqlen_q, group, heads)
 
     def time(cut: Cut) -> float:
         parts = tiles(cut.heads) * cut.parts
         merge = MERGE + MERGE_A_PART * cut.parts + TRAFFIC * parts / multiprocessors
         return -(-parts // multiprocessors) * (-(-blocks // cut.parts) + EDGES) + (merge if cut.merged else 0.0)
 
-    most_heads = 1 if alone or group == 1 else MOST_HEADS
-    choices = [Cut(1, n) for n in (1, 2, 4, 8, 16) if n <= most_heads]
+    choices = [Cut(1, n) for n in (SHARED_BY[:1] if alone or group == 1 else SHARED_BY)]
     few = [cut.heads for cut in choices if tiles(cut.heads) < multiprocessors]
     choices += [Cut(parts, n) for n in few for parts in range(2, min(MOST_PARTS, blocks) + 1)]
     best = min(choices, key=time)
@@ -110,7 +123,7 @@ def state_offset(t: Operands, parts: int) -> int:
 
 def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
     """Fill out.out and out.lse with what the parts in `work` add up to. `unit` turned scores into exponents of 2."""
-    from ..triton.cache.launch import ANY_ROWS
+    from ..triton.cache.launch import ANY_ROWS, merge_options
     from ..triton.cache.merge import MERGED_AT_ONCE, merge_parts
     from ..triton.configs import padded
     from ..triton.launch import power_of_two_at_least, run
@@ -127,5 +140,5 @@ def merge(work: Tensor, parts: int, unit: float, out: Outputs) -> None:
     run(
         merge_parts, rows, work, out.out, out.lse, None, *shape, parts, unit, power_of_two_at_least(unit),
         DV=dim_v, BLOCK_DV=padded(dim_v), BLOCK_M=16, SEARCH=False, BLOCK_S=FEW if few else MERGED_AT_ONCE, NATURAL=False,
-        DEPENDENT=False, num_warps=1 if few else 4, enable_fp_fusion=True,
+        num_warps=1 if few else 4, enable_fp_fusion=True, **merge_options(work.device),
     )  # fmt: skip

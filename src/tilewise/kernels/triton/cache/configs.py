@@ -19,7 +19,7 @@ class Shape:
     num_stages: int
     num_warps: int
     per_multiprocessor: int  # programs that run beside each other
-    stages_alone: int = 0  # of a program that has a multiprocessor to itself; 0: no more than beside others
+    alone: Shape | None = None  # of a program that has a multiprocessor to itself and need not share its keys; None: it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,9 @@ TABLE: dict[tuple[str, int], Shape] = {
     ("sm86", 32): Shape(16 * _KB, 3, 4, 2),
     ("sm86", 64): Shape(16 * _KB, 2, 4, 1),
     ("sm86", 128): Shape(16 * _KB, 2, 8, 1),
-    ("sm90", 16): Shape(32 * _KB, 3, 4, 2, 5),
-    ("sm90", 32): Shape(16 * _KB, 4, 4, 3),
+    # Alone, the steps from tile to tile have nobody to hide behind: tiles are twice as large, and as many as fit.
+    ("sm90", 16): Shape(32 * _KB, 3, 4, 2, alone=Shape(64 * _KB, 4, 8, 1)),
+    ("sm90", 32): Shape(32 * _KB, 3, 4, 2),
     ("sm90", 64): Shape(32 * _KB, 3, 4, 2),
     ("sm90", 128): Shape(64 * _KB, 2, 8, 1),
     ("gfx942", 16): Shape(16 * _KB, 2, 4, 2),
@@ -114,21 +115,23 @@ def choose(
     alone: bool = False,
 ) -> Config | None:
     """The tiles of a call, within `limit` bytes of shared memory; None where no tile fits. `key_dim` is padded. `alone`: each program has a
-    multiprocessor to itself."""
+    multiprocessor to itself; where the table has nothing for that, the tiles are those of programs beside each other."""
     value_dim = 0 if values_in_keys else block_dv
     wide = block_dv > WIDE
     row_bytes = (key_dim + value_dim) * max(cache_bits, 16) // 8
     block_m = row_block(rows, arch, bits, block_dv)
     while block_m >= 16:
         shape = TABLE[arch, block_m]
+        if alone and shape.alone is not None:
+            shape = shape.alone
         most = max(16, min(128, 1 << max(1, shape.stage_bytes // row_bytes).bit_length() - 1))
         for block_n in (n for n in (128, 64, 32, 16) if n <= most):
-            for stages in range(max(shape.num_stages, shape.stages_alone * alone), 0, -1):
+            for stages in range(shape.num_stages, 0, -1):
                 if shared_bytes(block_m, block_n, stages, bits, cache_bits, key_dim, value_dim) <= limit:
                     # The compiler shares its stages between the load of a page's number and the loads that need it.
                     depth = 2 * stages - 1 if paged else stages
                     warps = 8 if wide and shape.num_warps > 1 else shape.num_warps
-                    return Config(block_m, block_n, warps, depth, 1 if wide or alone else shape.per_multiprocessor)
+                    return Config(block_m, block_n, warps, depth, 1 if wide else shape.per_multiprocessor)
         block_m //= 2
     return None
 

@@ -145,6 +145,11 @@ def dependent(device: torch.device) -> bool:
     return device.type == "cuda" and not target.hip and target.capability >= (9, 0)
 
 
+def merge_options(device: torch.device) -> dict[str, bool]:
+    """What a merge is compiled and launched with behind a kernel that says early that its dependents may start."""
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent(device) else {"DEPENDENT": False}
+
+
 class CacheLaunch:
     """One launch of all reading calls of a signature, and the arguments that follow from it. Of packed items it serves those that have
     more than `least_rows` and at most `most_rows` rows (queries times the heads of a group)."""
@@ -189,7 +194,7 @@ class CacheLaunch:
             pages, s.rotary[0], r.softmax_scale, self.unit, self.unit_exact, r.softcap if r.softcap > 0.0 else None, self.window_left,
             self.window_right,
         )  # fmt: skip
-        self.merge_options = {"DEPENDENT": True, "launch_pdl": True} if dependent(s.device) else {"DEPENDENT": False}
+        self.merge_options = merge_options(s.device)
         self.shared_constants = {
             "DV": dim_v,
             "BLOCK_DV": padded(dim_v),

@@ -24,7 +24,8 @@ def merge_parts(
     """out = sum_s e^(m_s - m) acc_s / l with l = sum_s e^(m_s - m) l_s and m = max_s m_s (Milakov & Gimelshein 2018, section 3.1).
 
     Parts are added BLOCK_S at a time in their own order: the sum does not depend on how many empty ones follow. An empty part has l = 0,
-    and its accumulator was never written. DEPENDENT: it was launched before the parts were there.
+    and its accumulator was never written; it is read all the same and not used, so that no load waits for another, which is most of what
+    a merge takes. DEPENDENT: it was launched before the parts were there.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -40,11 +41,6 @@ def merge_parts(
     offs_d = tl.arange(0, BLOCK_DV)
 
     m = tl.full([], NEG_INF, tl.float32)
-    for s0 in tl.range(0, parts, BLOCK_S):
-        offs_s = s0 + tl.arange(0, BLOCK_S)
-        m = tl.maximum(m, tl.max(tl.load(states + offs_s * all_rows, mask=offs_s < splits, other=NEG_INF), 0))
-    origin = tl.where(m == NEG_INF, 0.0, m)
-
     l = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for s0 in tl.range(0, parts, BLOCK_S):
@@ -52,12 +48,16 @@ def merge_parts(
         there = offs_s < splits
         m_s = tl.load(states + offs_s * all_rows, mask=there, other=NEG_INF)
         l_s = tl.load(states + (splits + offs_s) * all_rows, mask=there, other=0.0)
+        here = there[:, None] & (offs_d < DV)[None, :]
+        part = tl.load(work_ptr + (offs_s * all_rows + row)[:, None] * DV + offs_d[None, :], mask=here, other=0.0)  # [S, DV]
+        latest = tl.maximum(m, tl.max(m_s, 0))
+        origin = tl.where(latest == NEG_INF, 0.0, latest)
         weight = tl.exp2((m_s - origin) * LOG2E if NATURAL else m_s - origin)
         weight = tl.where(l_s != 0.0, weight, 0.0)
-        written = (l_s != 0.0)[:, None] & (offs_d < DV)[None, :]
-        part = tl.load(work_ptr + (offs_s * all_rows + row)[:, None] * DV + offs_d[None, :], mask=written, other=0.0)  # [S, DV]
-        l += tl.sum(weight * l_s, 0)
-        acc += tl.sum(part * weight[:, None], 0)
+        alpha = tl.exp2((m - origin) * LOG2E if NATURAL else m - origin)
+        l = l * alpha + tl.sum(weight * l_s, 0)
+        acc = acc * alpha + tl.sum(tl.where((l_s != 0.0)[:, None], part, 0.0) * weight[:, None], 0)
+        m = latest
 
     out_row = (first + token) * heads + h
     lse_row = h.to(tl.int64) * total + first + token
