@@ -21,7 +21,7 @@ def signature(variant: Variant, out: str, slopes: str, sink: str) -> dict[str, s
         "q_desc": tiled(variant.own_queries, variant.chunk, variant.q_swizzle, variant.own_heads),
         "k_desc": tiled(variant.block_n, variant.chunk, variant.q_swizzle),
         "v_desc": tiled(variant.block_n, variant.dim_v, variant.v_swizzle),
-        "o_desc": tiled(64, variant.dim_v, variant.v_swizzle),
+        "o_desc": tiled(variant.own_queries, variant.dim_v, variant.v_swizzle, variant.own_heads),
         "lse_ptr": "*fp32",
         "out_ptr": f"*{out}",
         "counter_ptr": "*i32",

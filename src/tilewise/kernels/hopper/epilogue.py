@@ -8,10 +8,12 @@ from .walk import columns, divide, item_and_head, own_heads, queries, query_coor
 
 
 @jit
-def denominator(C: gl.constexpr, p, tile, m_i, l_i):
+def denominator(C: gl.constexpr, p, tile, m_i, l_i, WARPGROUP: gl.constexpr):
     """(factor of the accumulator, LSE), both [64]. A row that saw no key gets factor 0 and LSE -inf, or the sink's logit."""
     if C.sink:
+        layout: gl.constexpr = m_i.type.layout
         _, head = split_head(p, tile.batch_head)
+        head = own_heads(C, p, head, layout, WARPGROUP)
         sink_log2 = gl.load(p.sink_ptr + head).to(gl.float32) * LOG2_E
         m_log2 = m_i * p.exp_scale
         if C.bias != "":
@@ -65,14 +67,17 @@ def write_out(C: gl.constexpr, p, desc, mem, tile, row, acc, WARPGROUP: gl.const
     if C.store_tma:
         # TMA clips what lies past the tensor; rows past a packed sequence are another's.
         if C.packed:
-            if row + 64 <= tile.rows_stop:
+            whole = row + C.own_queries <= tile.rows_stop
+            if C.heads > 1:
+                whole = whole & (C.own_heads * (WARPGROUP + 1) <= heads_left(p, tile.batch_head))
+            if whole:
                 store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
             else:
-                store_rows(C, p, tile, row, acc)
+                store_rows(C, p, tile, row, acc, WARPGROUP)
         else:
             store_by_tma(C, p, desc, mem, tile, acc, WARPGROUP)
     else:
-        store_rows(C, p, tile, row, acc)
+        store_rows(C, p, tile, row, acc, WARPGROUP)
 
 
 @jit
@@ -87,16 +92,23 @@ def store_by_tma(C: gl.constexpr, p, desc, mem, tile, acc, WARPGROUP: gl.constex
 
 
 @jit
-def store_rows(C: gl.constexpr, p, tile, row, acc):
-    """From registers, those rows that are this sequence's."""
+def store_rows(C: gl.constexpr, p, tile, row, acc, WARPGROUP: gl.constexpr):
+    """From registers, those rows that are this sequence's and this group's."""
     DIM_V: gl.constexpr = C.dim_v
     layout: gl.constexpr = acc.type.layout
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = row + queries(C, row_layout)
     cols = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, layout))
     batch, head = item_and_head(C, p, tile)
     head_offset = batch.to(gl.int64) * p.stride_out_b + head.to(gl.int64) * p.stride_out_h
-    offsets = (rows.to(gl.int64) * p.stride_out_s)[:, None] + cols[None, :]
-    visible = (rows < tile.rows_stop)[:, None] & (cols < p.dim_v)[None, :]
+    row_offset = rows.to(gl.int64) * p.stride_out_s
+    written = rows < tile.rows_stop
+    if C.heads > 1:
+        later = later_heads(C, row_layout, WARPGROUP)
+        row_offset += later.to(gl.int64) * p.stride_out_h
+        written = written & (later < heads_left(p, tile.batch_head))
+    offsets = row_offset[:, None] + cols[None, :]
+    visible = written[:, None] & (cols < p.dim_v)[None, :]
     gl.store(p.out_ptr + head_offset + offsets, acc.to(p.out_ptr.dtype.element_ty), mask=visible)
 
 
@@ -110,16 +122,27 @@ def out_slot(C, warpgroup):
 
 
 @jit
+def heads_left(p, batch_head):
+    """How many heads of its group there are from `batch_head` on: a tile may have room for more."""
+    return p.group - (batch_head - divide(batch_head, p.group) * p.group)
+
+
+@jit
+def later_heads(C: gl.constexpr, layout: gl.constexpr, WARPGROUP: gl.constexpr):
+    """[64], how many heads behind the tile's first one the head of each row is."""
+    return (gl.arange(0, 64, layout=layout) >> C.log2_own_queries) + C.own_heads * WARPGROUP
+
+
+@jit
 def rows_of_part(C: gl.constexpr, p, batch_head, stop, layout: gl.constexpr, WARPGROUP: gl.constexpr):
     """[64], how far the workspace's row of each row is from that of the tile's first head and the warp group's first query, and whether
     there is such a query, `stop` of which follow: a tile may have more rows than the sequence, and more heads than the group."""
     ours = queries(C, layout)
     written = ours < stop
     if C.heads > 1:
-        head = (gl.arange(0, 64, layout=layout) >> C.log2_own_queries) + C.own_heads * WARPGROUP
-        left = p.group - (batch_head - divide(batch_head, p.group) * p.group)
-        ours = ours + head.to(gl.int64) * p.seqlen_q
-        written = written & (head < left)
+        later = later_heads(C, layout, WARPGROUP)
+        ours = ours + later.to(gl.int64) * p.seqlen_q
+        written = written & (later < heads_left(p, batch_head))
     return ours, written
 
 
@@ -154,7 +177,7 @@ def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP:
     if C.parts:
         factor, lse, l_i = state(C, p, tile, m_i, l_i, WARPGROUP)  # m takes the way of the LSE
     else:
-        factor, lse = denominator(C, p, tile, m_i, l_i)
+        factor, lse = denominator(C, p, tile, m_i, l_i, WARPGROUP)
     rows = row + queries(C, state_layout)
     rows_o = row + queries(C, row_layout)
     factor = gl.convert_layout(factor, row_layout)
@@ -175,4 +198,10 @@ def epilogue(C: gl.constexpr, p, desc, mem, tile, row, acc, m_i, l_i, WARPGROUP:
         batch_head = tile.batch_head
         if C.packed:
             _, batch_head = split_head(p, batch_head)
-        gl.store(p.lse_ptr + batch_head.to(gl.int64) * p.seqlen_q + rows, lse, mask=rows < tile.rows_stop)
+        at = p.lse_ptr + batch_head.to(gl.int64) * p.seqlen_q + rows
+        written = rows < tile.rows_stop
+        if C.heads > 1:
+            later = later_heads(C, state_layout, WARPGROUP)
+            at += later.to(gl.int64) * p.seqlen_q
+            written = written & (later < heads_left(p, batch_head))
+        gl.store(at, lse, mask=written)

@@ -453,9 +453,9 @@ def attention_forward(
     k = gl.allocate_shared_memory(k_desc.dtype, [K_TILES, 1, 1, BLOCK_N, CHUNK], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DIM_V], v_desc.layout)
     if C.own_out_buffer:
-        o = gl.allocate_shared_memory(o_desc.dtype, [O_TILES, 1, 1, 64, DIM_V], o_desc.layout)
+        o = gl.allocate_shared_memory(o_desc.dtype, [O_TILES, 1, OWN_HEADS, OWN_QUERIES, DIM_V], o_desc.layout)
     elif C.store_tma:
-        o = reinterpret(q, o_desc.dtype, [O_TILES, 1, 1, 64, DIM_V], o_desc.layout)
+        o = reinterpret(q, o_desc.dtype, [O_TILES, 1, OWN_HEADS, OWN_QUERIES, DIM_V], o_desc.layout)
     else:
         o = q
     bias, mask = q, q

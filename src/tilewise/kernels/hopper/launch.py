@@ -270,12 +270,12 @@ def head_group(heads: int, group: int, seqlen_k: int, bytes_per_key: int, ranked
     return size
 
 
-def packed_records(t: Operands, r: Rules, block_m: int) -> Tensor:
+def packed_records(t: Operands, r: Rules, queries: int) -> Tensor:
     """int32 (room for the tiles of a head + 1, 8): where each tile of packed sequences lies, the longest walks first."""
     from ..triton.launch import Launch
     from ..triton.packed import scheduled
 
-    tiles, _ = scheduled(Launch(t, r), block_m, over_keys=False)
+    tiles, _ = scheduled(Launch(t, r), queries, over_keys=False)
     assert tiles.records is not None
     return tiles.records
 
@@ -342,7 +342,7 @@ def launch(t: Operands, r: Rules, out: Outputs) -> None:
     records: Tensor | None = None
     lists: Lists | None = None
     if variant.packed:
-        records = packed_records(t, r, variant.block_m)
+        records = packed_records(t, r, variant.queries)
         row_blocks = records.shape[0] - 1
     elif variant.listed:
         lists = Lists.of(t, r, variant.block_m)

@@ -31,14 +31,16 @@ GAIN = 0.85  # of the time of whole tiles of one head: what a cut must at least 
 
 
 class Cut(NamedTuple):
-    """Into how many parts the keys of each tile go, and of how many heads it has queries."""
+    """Into how many parts the keys of each tile go, and of how many heads it has queries. Tiles of packed sequences are whole: they write
+    what they compute."""
 
     parts: int = 1
     heads: int = 1
+    packed: bool = False
 
     @property
     def merged(self) -> bool:
-        return self != Cut()
+        return not self.packed and (self.parts > 1 or self.heads > 1)
 
 
 def tiles_of(rows: int, seqlen_q: int, group: int, heads: int) -> int:
@@ -81,10 +83,24 @@ def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multi
     return best if time(best) <= GAIN * time(Cut()) else Cut()
 
 
+def heads_of_packed(group: int) -> int:
+    """How many of `group` heads share a tile of packed sequences: as many as leave at most an eighth of the tiles' rows empty.
+
+    >>> [heads_of_packed(group) for group in (1, 2, 3, 4, 6, 7, 8, 16, 32)]
+    [1, 2, 1, 4, 2, 8, 8, 16, 16]
+    """
+    return max(heads for heads in SHARED_BY if -(-group // heads) * heads * 7 <= group * 8)
+
+
 def cut_of(t: Operands, r: Rules, multiprocessors: int) -> Cut:
-    """How the tiles of a call are cut. Those of packed sequences, block lists, a bias or a mask tensor never are."""
-    if t.cu_seqlens_q is not None or t.blocks is not None or t.bias is not None or t.mask is not None:
+    """How the tiles of a call are cut. Those of block lists, a bias or a mask tensor never are, and those of packed sequences keep their
+    keys whole. Where there are fewer queries than keys, some sequences may have few for many, as those that a server generates one token
+    a step for: a tile of one head would be all but empty and read all keys."""
+    if t.blocks is not None or t.bias is not None or t.mask is not None:
         return Cut()
+    if t.cu_seqlens_q is not None:
+        shared = t.q.shape[2] < t.k.shape[2] and r.dropout_p == 0
+        return Cut(1, heads_of_packed(t.q.shape[1] // max(t.k.shape[1], 1)) if shared else 1, packed=True)
     from .configs import ROWS
     from .launch import tile_of
 

@@ -3,6 +3,7 @@
 from .barriers import uniform
 from .gluon_api import aggregate, constexpr_function, gl, jit
 from .matrices import Matrix
+from .walk import heads_of_tiles
 
 
 @aggregate
@@ -146,7 +147,8 @@ def in_every_warp(C: gl.constexpr, p):
     if C.packed:
         # Only the device knows how many tiles there are of those that there is room for.
         row_blocks = uniform(gl.load(p.records_ptr + row_blocks * 8))
-        tiles = row_blocks * batch_heads
+        tile_heads, _ = heads_of_tiles(C, p)
+        tiles = row_blocks * tile_heads
     return Problem(
         p.lse_ptr,
         p.out_ptr,

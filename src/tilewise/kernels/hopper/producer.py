@@ -14,7 +14,7 @@ class Buffers:
     q: memdesc_type  # [warpgroups * q_stages * chunks, 1, own_heads, own_queries, chunk]
     k: memdesc_type  # [stages * chunks, 1, 1, block_n, chunk]
     v: memdesc_type  # [stages, 1, 1, block_n, dim_v]
-    o: memdesc_type  # [.., 1, 1, 64, dim_v]
+    o: memdesc_type  # [.., 1, own_heads, own_queries, dim_v]
     bias: memdesc_type  # [matrix_stages * warpgroups, 1, 1, 64, block_n], where TMA brings it
     mask: memdesc_type  # likewise
     barriers: memdesc_type

@@ -94,6 +94,16 @@ def heads_of_tiles(C: gl.constexpr, p):
 
 
 @jit
+def first_head_of(C: gl.constexpr, p, tile_head):
+    """The first head, of a batch item or of all of them, of the `tile_head`-th tile that meets the same queries."""
+    if C.heads > 1:
+        _, shared = heads_of_tiles(C, p)
+        owner = divide(tile_head, shared)
+        tile_head = owner * p.group + (tile_head - owner * shared) * C.heads
+    return tile_head
+
+
+@jit
 def packed_tile(p, slot):
     """What `kernels.triton.packed.schedule` says of a tile: its sequence (-1: there is none), first row, and the first row, rows and real
     rows that the sequence has of queries, and the first and the number of its real keys."""
@@ -185,7 +195,7 @@ def ranged_tile(C: gl.constexpr, p, number):
     if C.packed:
         # Rows count from the start of the tensor, so that positions are all that knows of sequences; keys count from the sequence's first.
         sequence, row, first_q, rows_q, length_q, first_k, length_k = packed_tile(p, row_block)
-        batch_head = sequence * p.heads + batch_head
+        batch_head = sequence * p.heads + first_head_of(C, p, batch_head)
         shift = length_k - length_q - first_q
         row = row + first_q
         first_row = first_q
@@ -193,10 +203,7 @@ def ranged_tile(C: gl.constexpr, p, number):
         rows_stop = first_q + rows_q
         first_position = length_k - length_q
     else:
-        if C.heads > 1:
-            _, shared = heads_of_tiles(C, p)
-            owner = divide(batch_head, shared)
-            batch_head = owner * p.group + (batch_head - owner * shared) * C.heads
+        batch_head = first_head_of(C, p, batch_head)
         batch, _ = split_head(p, batch_head)
         length_q = p.seqlen_q
         length_k = p.seqlen_k
