@@ -76,6 +76,8 @@ def _body(module, name):
 
 
 queries, own_heads = _body(walk, "queries"), _body(walk, "own_heads")
+for _name in ("heads_left", "later_heads"):
+    _body(epilogue, _name)
 state, rows_of_part = _body(epilogue, "state"), _body(epilogue, "rows_of_part")
 LAYOUT = types.SimpleNamespace(layout=None)
 

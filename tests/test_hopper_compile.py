@@ -143,6 +143,7 @@ SPILLS = {
     "d192/128 causal dropout": 112,
     "d256 everything": 68,
     "d256 packed causal": 148,
+    "d256 packed causal float32 out, eight heads in a tile": 104,
     "d256 everything in parts": 148,
     "d256 causal in parts, eight heads in a tile": 36,
     "d256 causal dropout": 64,

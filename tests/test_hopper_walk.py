@@ -62,6 +62,7 @@ _NAMES = (
     "own_row",
     "split_head",
     "item_and_head",
+    "first_head_of",
     "place",
     "packed_tile",
     "list_record",
@@ -282,24 +283,26 @@ def _records(lengths_q, lengths_k, used_q, used_k, block, spare):
 
 
 @pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (150, 90), (0, 0)])
-def test_packed_walk_covers_what_is_visible_in_the_sequence(left, right):
+@pytest.mark.parametrize("group, shared", [(2, 1), (2, 2), (4, 4), (7, 8), (32, 16)])
+def test_packed_walk_covers_what_is_visible_in_the_sequence(group, shared, left, right):
     draw = random.Random(f"{left} {right}")
     rules = {"right": right >= 0, "left": left >= 0, "packed": True, "lengths_q": True, "lengths_k": True}
-    variant = Variant(TILES["128"], "bf16", 128, 1, 128, **rules)
-    for _ in range(6):
-        heads, sequences = 4, draw.randint(1, 4)
+    variant = Variant(TILES["128"], "bf16", 128, 1, 128, heads=shared, **rules)
+    for _ in range(6 if shared == 1 else 2):
+        heads, sequences, shares = 2 * group, draw.randint(1, 4), 2 * -(-group // shared)
         lengths_q, lengths_k = ([draw.choice([0, 1, 100, 128, 300]) for _ in range(sequences)] for _ in range(2))
         used_q, used_k = ([draw.choice([0, n // 2, n, n]) for n in lengths] for lengths in (lengths_q, lengths_k))
-        tiles, total_q, total_k = _records(lengths_q, lengths_k, used_q, used_k, variant.block_m, draw.choice([0, 5, 130]))
+        tiles, total_q, total_k = _records(lengths_q, lengths_k, used_q, used_k, variant.queries, draw.choice([0, 5, 130]))
         p = _problem(1, heads, total_q, total_k, variant, left, right, [], [], draw.choice([1, 2, 4]))
         p.records_ptr = _Pointer([x for record in tiles for x in record])
-        p.row_blocks, p.tiles, p.group = len(tiles), len(tiles) * heads, 2
+        p.row_blocks, p.tiles, p.group = len(tiles), len(tiles) * shares, group
         written = []
         for number in range(p.tiles):
             t = _FOUND["find_tile"](variant, p, number)
             sequence, head = divmod(t.batch_head, heads)
-            end = min(t.row + variant.block_m, t.rows_stop)
-            written += [(head, i) for i in range(t.row, end)]
+            assert head % group % shared == 0
+            end = min(t.row + variant.queries, t.rows_stop)
+            written += [(h, i) for h in range(head, min(head + shared, head - head % group + group)) for i in range(t.row, end)]
             first_q, first_k = sum(lengths_q[:sequence]), sum(lengths_k[:sequence])
             assert t.blocks >= 1
             for i in range(t.row, end, 7):
@@ -308,7 +311,7 @@ def test_packed_walk_covers_what_is_visible_in_the_sequence(left, right):
                 found = set()
                 for block in range(t.last_block - t.blocks + 1, t.last_block + 1):
                     batch, key_head, start, _ = _FOUND["key_coordinates"](variant, p, t, block, 0)
-                    assert (batch, key_head) == (0, head // 2)
+                    assert (batch, key_head) == (0, head // group)
                     for x in range(variant.block_n):
                         at = block * variant.block_n + x
                         ok = at < t.keys_end and (right < 0 or at < i + t.shift + right + 1) and (left < 0 or at >= i + t.shift - left)

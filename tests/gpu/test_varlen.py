@@ -65,6 +65,32 @@ def test_what_the_hopper_kernels_serve(name: str, head_dims: tuple[int, int]) ->
     assert passes == ["hopper forward", "hopper backward"]
 
 
+SERVED = Size((1, 130, 1, 0, 17, 1), (300, 130, 129, 60, 400, 0), heads=4, kv_heads=2)  # some prompts, and one token of others
+
+
+@on_hopper
+@pytest.mark.parametrize("group,head_dim", [(2, 64), (4, 128), (7, 128), (8, 256), (16, 128), (24, 64), (3, 128)])
+@pytest.mark.parametrize("name", ["causal", "causal_window_softcap", "alibi_sink", "lengths"])
+def test_heads_that_share_keys_share_a_tile(name: str, group: int, head_dim: int) -> None:
+    """Where there are fewer queries than keys: all heads of a group, some, or none; a group of 7 leaves a tile of 8 not full."""
+    arguments = build(name, torch.bfloat16, "cuda", SERVED._replace(heads=2 * group), (head_dim, head_dim))
+    for key, used in (("seqused_q", [1, 99, 0, 0, 17, 1]), ("seqused_k", [222, 130, 128, 1, 0, 0])):
+        if key in arguments:
+            arguments[key] = torch.tensor(used, dtype=I32, device="cuda")
+    with watched() as passes:
+        check(arguments, "hopper", deterministic=False)
+    assert passes == ["hopper forward", "hopper backward"]
+
+
+@on_hopper
+@pytest.mark.parametrize("group", [4, 7])
+def test_rows_of_shared_tiles_in_float32(group: int) -> None:
+    """They leave from registers, one by one, as do those of a tile that a sequence ends in: the same numbers before rounding."""
+    arguments = build("causal", torch.bfloat16, "cuda", SERVED._replace(heads=2 * group), (128, 128))
+    plain, wide = (attention_varlen(**arguments, backend="hopper", out_dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert torch.equal(plain, wide.bfloat16())
+
+
 @pytest.mark.parametrize("name", ["causal", "bias_shared", "alibi_of_sequences", "mask_function"])
 def test_the_tiled_path_finds_sequences_on_the_device(name: str) -> None:
     arguments = build(name, torch.float64, "cuda")
