@@ -75,7 +75,7 @@ def test_dropout_keeps_heads_apart() -> None:
     "group, total_q, dropout, heads", [(4, 300, 0, 4), (7, 300, 0, 8), (1, 300, 0, 1), (4, 900, 0, 1), (4, 300, 0.1, 1)]
 )
 def test_packed_sequences_share_tiles_where_queries_are_fewer_than_keys(group: int, total_q: int, dropout: float, heads: int) -> None:
-    t, r = call(1, 2 * group, total_q, 900, group, dropout_p=dropout)
+    t, r = call(1, 2 * group, total_q, 900, 2, dropout_p=dropout)
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     cut = parts.cut_of(replace(t, cu_seqlens_q=cu, cu_seqlens_k=cu), r, 132)
     assert (cut.parts, cut.heads, cut.merged) == (1, heads, False)
