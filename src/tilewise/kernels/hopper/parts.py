@@ -62,10 +62,10 @@ def choose(rows: int, seqlen_q: int, shared: int, group: int, blocks: int, multi
     """How to cut tiles of `rows` rows and at most `blocks` blocks of keys: what takes the least time. Each of `shared` key heads has
     `group` query heads; `alone`: these do not go into one tile. Where whole tiles fill the machine, their keys stay whole.
 
-    >>> choose(128, 128, 8, 1, 512, 132), choose(128, 512, 16, 1, 64, 132), choose(128, 4096, 16, 1, 32, 132)
-    (Cut(parts=16, heads=1), Cut(parts=2, heads=1), Cut(parts=1, heads=1))
-    >>> choose(128, 16, 4, 8, 256, 132), choose(128, 16, 256, 8, 256, 132)
-    (Cut(parts=32, heads=8), Cut(parts=1, heads=8))
+    >>> [choose(128, queries, shared, 1, blocks, 132).parts for queries, shared, blocks in ((128, 8, 512), (512, 16, 64), (4096, 16, 32))]
+    [16, 2, 1]
+    >>> [(cut.parts, cut.heads) for cut in (choose(128, 16, 4, 8, 256, 132), choose(128, 16, 256, 8, 256, 132))]
+    [(32, 8), (1, 8)]
     """
 
     def tiles(heads: int) -> int:
