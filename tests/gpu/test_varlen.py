@@ -22,6 +22,12 @@ HOPPER_CASES = ("plain", "causal", "window", "causal_window_softcap", "alibi_of_
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def shorten(arguments: dict[str, Any], **used: list[int]) -> None:
+    """Other lengths in a call that has lengths: those that fit its sequences."""
+    for key in used.keys() & arguments.keys():
+        arguments[key] = torch.tensor(used[key], dtype=I32, device=arguments["q"].device)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_feature_and_gradient(name: str, dtype: str) -> None:
@@ -39,9 +45,7 @@ def test_every_feature_and_gradient(name: str, dtype: str) -> None:
 )
 def test_every_gradient_of_the_hopper_kernel(name: str, dims: tuple[int, int], deterministic: bool) -> None:
     arguments = build(name, torch.bfloat16, "cuda", TILES, dims)
-    for key, used in (("seqused_q", [5, 0, 290, 70, 0, 63]), ("seqused_k", [1, 30, 257, 0, 128, 65])):
-        if key in arguments:
-            arguments[key] = torch.tensor(used, dtype=I32, device="cuda")
+    shorten(arguments, seqused_q=[5, 0, 290, 70, 0, 63], seqused_k=[1, 30, 257, 0, 128, 65])
     with watched() as passes:
         check(arguments, "auto", deterministic=deterministic)
     assert passes == ["hopper forward", "hopper backward"]
@@ -74,9 +78,7 @@ SERVED = Size((1, 130, 1, 0, 17, 1), (300, 130, 129, 60, 400, 0), heads=4, kv_he
 def test_heads_that_share_keys_share_a_tile(name: str, group: int, head_dim: int) -> None:
     """Where there are fewer queries than keys: all heads of a group, some, or none; a group of 7 leaves a tile of 8 not full."""
     arguments = build(name, torch.bfloat16, "cuda", SERVED._replace(heads=2 * group), (head_dim, head_dim))
-    for key, used in (("seqused_q", [1, 99, 0, 0, 17, 1]), ("seqused_k", [222, 130, 128, 1, 0, 0])):
-        if key in arguments:
-            arguments[key] = torch.tensor(used, dtype=I32, device="cuda")
+    shorten(arguments, seqused_q=[1, 99, 0, 0, 17, 1], seqused_k=[222, 130, 128, 1, 0, 0])
     with watched() as passes:
         check(arguments, "hopper", deterministic=False)
     assert passes == ["hopper forward", "hopper backward"]
